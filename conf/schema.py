@@ -1,0 +1,155 @@
+"""The typed schema behind conf/*.yaml: every key, its type, its default and its meaning.
+
+The schema of a group lies with the code that reads it: model/attention.py, model/gpt2.py, data/config.py and trainer/.
+"""
+
+from dataclasses import dataclass, field
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
+
+from data.config import DataConfig
+from errors import UserError
+from model.attention import AttentionConfig
+from model.gpt2 import ModelConfig
+from trainer.checkpoint import CheckpointConfig
+from trainer.loggers import WandbConfig
+from trainer.optimizer import OptimizerConfig
+from trainer.precision import PrecisionConfig
+
+
+@dataclass
+class TrainConfig:
+    """The loop."""
+
+    batch_size: int = 16
+    """Sequences per device and micro-step."""
+    grad_accumulation: int | None = None
+    """Micro-steps per optimizer step; null is 1, or what train.global_batch_size asks for."""
+    global_batch_size: int | None = None
+    """Sequences per optimizer step; another way to give grad_accumulation."""
+    max_steps: int = 500
+    """Optimizer steps in all."""
+    eval_interval: int = 100
+    """Steps between two evaluations; one more ends the run."""
+    eval_tokens: int = 131072
+    """Validation tokens of an evaluation, always the same ones."""
+    log_interval: int = 10
+    """Steps between two rows of metrics."""
+    seed: int = 1337
+    """Of the weights, the order of the data and dropout."""
+    compile: bool | None = None
+    """torch.compile the model; null is true on a GPU, false on a CPU, where compiling outlasts a short run."""
+    deterministic: bool = False
+    """Only deterministic kernels, so that a resumed run on a GPU repeats bit for bit; slower."""
+    sample_tokens: int = 200
+    """Length of the sample that ends a run, in tokens; 0 for none."""
+
+    def __post_init__(self):
+        for key in ("batch_size", "max_steps", "eval_interval", "eval_tokens", "log_interval"):
+            if getattr(self, key) < 1:
+                raise UserError(f"train.{key}={getattr(self, key)} must be at least 1")
+        if self.grad_accumulation is not None and self.grad_accumulation < 1:
+            raise UserError(f"train.grad_accumulation={self.grad_accumulation} must be at least 1")
+        if self.sample_tokens < 0:
+            raise UserError(f"train.sample_tokens={self.sample_tokens} must be at least 0")
+        if self.global_batch_size is not None:
+            self._divide_global_batch()
+
+    def _divide_global_batch(self) -> None:
+        whole, part = self.global_batch_size, self.batch_size
+        if whole < part or whole % part:
+            nearest = max(1, round(whole / part)) * part
+            raise UserError(
+                f"train.global_batch_size={whole} is no multiple of train.batch_size={part}; "
+                f"set train.global_batch_size={nearest}, or a train.batch_size that divides {whole}"
+            )
+        if self.grad_accumulation not in (None, whole // part):
+            raise UserError(
+                f"train.global_batch_size={whole} with train.batch_size={part} makes {whole // part} micro-steps, not "
+                f"train.grad_accumulation={self.grad_accumulation}; leave one of the two out"
+            )
+
+    @property
+    def micro_steps(self) -> int:
+        """Forward and backward passes per optimizer step."""
+        if self.global_batch_size is not None:
+            return self.global_batch_size // self.batch_size
+        return self.grad_accumulation or 1
+
+
+@dataclass
+class Config:
+    """What `python train.py` reads."""
+
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = MISSING
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    device: str = "auto"
+    """auto (the GPU where there is one), cpu or cuda."""
+
+
+@dataclass
+class PrepareConfig:
+    """What `python -m data.prepare` reads."""
+
+    data: DataConfig = MISSING
+
+
+@dataclass
+class SampleConfig:
+    """What `python sample.py` reads."""
+
+    checkpoint: str = MISSING
+    """A checkpoint file, a run's folder, or a Hugging Face GPT-2 (a folder with model.safetensors, or a hub id)."""
+    prompt: str = ""
+    """Text to continue; empty starts a new document."""
+    num_samples: int = 1
+    """How many continuations, one after another."""
+    max_tokens: int = 200
+    """Length of each, in tokens."""
+    temperature: float = 0.8
+    """Divides the logits; 0 always takes the likeliest token."""
+    top_k: int | None = 200
+    """Only the k likeliest tokens are drawn; null for all."""
+    top_p: float | None = None
+    """Only the likeliest tokens that together reach this probability are drawn; null for all."""
+    seed: int = 1337
+    """Of the draws."""
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    device: str = "auto"
+    """auto (the GPU where there is one), cpu or cuda."""
+
+    def __post_init__(self):
+        for key, low in (("num_samples", 1), ("max_tokens", 1), ("temperature", 0)):
+            if getattr(self, key) < low:
+                raise UserError(f"{key}={getattr(self, key)} must be at least {low}")
+        if self.top_k is not None and self.top_k < 1:
+            raise UserError(f"top_k={self.top_k} must be at least 1, or null for all tokens")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise UserError(f"top_p={self.top_p} must be above 0 and at most 1, or null for all tokens")
+
+
+@dataclass
+class ExportConfig:
+    """What `python export.py` reads."""
+
+    checkpoint: str = MISSING
+    """A checkpoint file, or a run's folder."""
+    to: str = MISSING
+    """Folder to write config.json and model.safetensors to."""
+
+
+def register() -> None:
+    """Makes the schemas known to Hydra, under the names that conf/*.yaml take them by."""
+    store = ConfigStore.instance()
+    store.store(name="schema", node=Config)
+    store.store(name="prepare_schema", node=PrepareConfig)
+    store.store(name="sample_schema", node=SampleConfig)
+    store.store(name="export_schema", node=ExportConfig)

@@ -1,0 +1,1 @@
+"""Corpora, tokenizers, preparation of token files, and loading of batches."""

@@ -1,0 +1,198 @@
+"""Batches of token windows: shuffled and prefetched for training, fixed for validation.
+
+B windows of a batch, T tokens of context. A window is T + 1 consecutive tokens: T inputs, and as targets the same
+shifted by one. The windows of an epoch share no input.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from errors import UserError
+
+
+class WindowOrder:
+    """Where each training window starts, as a pure function of the seed and of its position since the start.
+
+    Every epoch visits `windows` windows without replacement, in its own permutation and from its own offset, so that
+    other tokens meet at the edges. The number of windows is the same whatever the offset, which keeps the way from a
+    position to its epoch a division.
+    """
+
+    def __init__(self, token_count: int, context_length: int, seed: int):
+        self.context_length = context_length
+        self.seed = seed
+        self.windows = max(1, token_count // context_length - 1)
+        self.offsets = min(context_length, token_count - self.windows * context_length)
+        self._epoch = -1
+
+    def start(self, position: int) -> int:
+        """Index in the file of the first token of the window at `position`."""
+        epoch, index = divmod(position, self.windows)
+        if epoch != self._epoch:
+            self._shuffle(epoch)
+        return self._offset + int(self._permutation[index]) * self.context_length
+
+    def _shuffle(self, epoch: int) -> None:
+        rng = np.random.default_rng((self.seed, epoch))
+        self._offset = int(rng.integers(self.offsets))
+        self._permutation = np.arange(self.windows, dtype=np.uint32)
+        rng.shuffle(self._permutation)
+        self._epoch = epoch
+
+
+class TrainLoader:
+    """Endless training batches, prepared by a background thread `prefetch` batches ahead.
+
+    `next_batch` (or `next`) returns inputs and targets, int64 tensors (B, T) on `device`. Which ones depends on the
+    seed and on the number of windows handed out before, on nothing else; that number is the state to save. `tokens`
+    is a uint16 array of one dimension, usually a memory map, called `name` in messages.
+
+    Raises UserError where `tokens` are too few for one window, and from `next_batch` where a token is not below
+    `vocab_size`.
+    """
+
+    def __init__(
+        self,
+        tokens: np.ndarray,
+        *,
+        batch_size: int,
+        context_length: int,
+        seed: int,
+        device: torch.device,
+        vocab_size: int,
+        name: str,
+        prefetch: int = 2,
+    ):
+        _check_length(tokens, context_length, name)
+        self._tokens, self._vocab_size, self._name = tokens, vocab_size, name
+        self._batch_size, self._device, self._prefetch = batch_size, torch.device(device), prefetch
+        self._order = WindowOrder(len(tokens), context_length, seed)
+        self._position = 0
+        self._pending: deque[Future] = deque()
+        self._thread = ThreadPoolExecutor(1, "loader", initializer=_enter_device, initargs=(_with_index(self._device),))
+
+    def next_batch(self) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of the next batch; what went wrong in the background is raised here."""
+        while len(self._pending) <= self._prefetch:
+            ahead = self._position + len(self._pending) * self._batch_size
+            self._pending.append(self._thread.submit(self._load, ahead))
+        block = self._pending[0].result()
+        self._pending.popleft()
+        self._position += self._batch_size
+        return _upload(block, self._device)
+
+    __next__ = next_batch
+
+    def __iter__(self) -> "TrainLoader":
+        return self
+
+    def _load(self, position: int) -> Tensor:
+        starts = [self._order.start(position + i) for i in range(self._batch_size)]
+        block = _gather(self._tokens, starts, self._order.context_length, self._vocab_size, self._name)
+        return block.pin_memory() if self._device.type == "cuda" else block
+
+    def state_dict(self) -> dict[str, int]:
+        """The number of windows handed out (not those prefetched), and what must be the same to continue there."""
+        return {
+            "position": self._position,
+            "seed": self._order.seed,
+            "context_length": self._order.context_length,
+            "tokens": len(self._tokens),
+        }
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue where `state` was taken; the batch size may differ. Raises UserError where the order differs."""
+        settings = {"seed": "train.seed", "context_length": "model.context_length", "tokens": "data.dir"}
+        for key, setting in settings.items():
+            if (mine := self.state_dict()[key]) != state[key]:
+                raise UserError(
+                    f"The checkpoint's batches were drawn with {key}={state[key]}, this run has {mine}: "
+                    f"set {setting} as it was, or start afresh with checkpoint.resume off."
+                )
+        self._cancel_pending()
+        self._position = state["position"]
+
+    def _cancel_pending(self) -> None:
+        for future in self._pending:
+            future.cancel()
+        self._pending.clear()
+
+    def close(self) -> None:
+        """End the background thread; no batch can be had afterwards."""
+        self._cancel_pending()
+        self._thread.shutdown()
+
+    def __enter__(self) -> "TrainLoader":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+
+def validation_batches(
+    tokens: np.ndarray,
+    *,
+    batch_size: int,
+    context_length: int,
+    max_tokens: int,
+    device: torch.device,
+    vocab_size: int,
+    name: str,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Inputs and targets, int64 (B, T) on `device`, over the same windows every time; the last B may be smaller.
+
+    The windows do not overlap, are spread evenly over the file, and are as many as cover `max_tokens`: at least one,
+    all of them where the file is shorter. Raises UserError at once where it is shorter than one window, and while
+    iterating where a token is not below `vocab_size`.
+    """
+    _check_length(tokens, context_length, name)
+    windows = (len(tokens) - 1) // context_length
+    wanted = min(windows, max(1, -(-max_tokens // context_length)))
+    starts = [i * windows // wanted * context_length for i in range(wanted)]
+    batches = (starts[i : i + batch_size] for i in range(0, wanted, batch_size))
+    return (
+        _upload(_gather(tokens, batch, context_length, vocab_size, name), torch.device(device)) for batch in batches
+    )
+
+
+def _check_length(tokens: np.ndarray, context_length: int, name: str) -> None:
+    if len(tokens) <= context_length:
+        raise UserError(
+            f"{name} holds {len(tokens)} tokens, but one window takes {context_length + 1}: "
+            "set a smaller model.context_length or use more text."
+        )
+
+
+def _gather(tokens: np.ndarray, starts: list[int], context_length: int, vocab_size: int, name: str) -> Tensor:
+    """Inputs and targets stacked, (2, B, T) int64: one block, so one copy, whose halves are contiguous."""
+    windows = np.stack([tokens[start : start + context_length + 1] for start in starts])  # [B, T + 1]
+    if windows.max() >= vocab_size:
+        rows, columns = np.nonzero(windows >= vocab_size)
+        index = int((np.array(starts)[rows] + columns).min())
+        raise UserError(
+            f"{name} holds the token {tokens[index]} at byte {index * tokens.itemsize}, outside the vocabulary of "
+            f"{vocab_size}: set the data.tokenizer it was made with, or prepare it again."
+        )
+    return torch.from_numpy(np.stack((windows[:, :-1], windows[:, 1:])).astype(np.int64))
+
+
+def _upload(block: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    inputs, targets = block.to(device, non_blocking=True)
+    return inputs, targets
+
+
+def _with_index(device: torch.device) -> torch.device:
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _enter_device(device: torch.device) -> None:
+    # A new thread starts on the first GPU, and pinning memory there would open a context on it for every process.
+    if device.type == "cuda":
+        torch.cuda.set_device(device)

@@ -1,0 +1,1 @@
+"""Attention kernels, each beside the plain PyTorch algorithm that defines it."""

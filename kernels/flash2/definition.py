@@ -1,0 +1,133 @@
+"""FlashAttention-2 in plain PyTorch: the tiled algorithm the Triton kernels implement, and what runs on a CPU.
+
+Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning" (2023), Algorithm 1 (forward) and
+Algorithm 2 (backward), in the paper's notation, for all batches and heads at once. Only the output and the logsumexp are
+kept from the forward pass; the backward pass recomputes the probabilities tile by tile.
+
+B batch, T query length, S key length, H query heads, G key/value heads, D head size.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels.flash2 import philox
+
+TILE = 128
+NEG_INF = float("-inf")
+
+
+def _accumulator(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _heads_first(x: Tensor, heads: int) -> Tensor:
+    """(B, length, G, D) -> (B, H, length, D) in the accumulator's dtype, each key/value head repeated for its group."""
+    x = x.transpose(1, 2).to(_accumulator(x.dtype))
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def _visible(rows: range, cols: range, offset: int, device: torch.device) -> Tensor | None:
+    """Causal mask of one tile, or None where every query of the tile sees every key."""
+    if cols.stop - 1 <= rows.start + offset:
+        return None
+    i = torch.arange(rows.start, rows.stop, device=device)[:, None]
+    j = torch.arange(cols.start, cols.stop, device=device)[None, :]
+    return j <= i + offset
+
+
+def _tiles(length: int) -> list[range]:
+    return [range(start, min(start + TILE, length)) for start in range(0, length, TILE)]
+
+
+def _key_tiles(rows: range, seq_k: int, causal: bool, offset: int) -> list[range]:
+    """The key tiles that at least one query of `rows` sees."""
+    return [cols for cols in _tiles(seq_k) if not causal or cols.start <= rows.stop - 1 + offset]
+
+
+def _cut(x: Tensor, rows: range) -> Tensor:
+    return x[..., rows.start : rows.stop, :]
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, causal: bool, scale: float, dropout_p: float
+) -> tuple[Tensor, Tensor]:
+    """Algorithm 1. q (B, T, H, D), k and v (B, S, G, D) -> O (B, T, H, D) in q's dtype, logsumexp (B, H, T).
+
+    The logsumexp L = m + log(l) is natural and in the accumulator's dtype (fp32, or fp64 for fp64 inputs); a query that
+    sees no key gives O = 0 and L = -inf. Causal masks align at the bottom right. Dropout acts on P after its row sum.
+    """
+    (batch, seq_q, heads, _), seq_k = q.shape, k.shape[1]
+    offset = seq_k - seq_q
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    logsumexp = q.new_empty((batch, heads, seq_q), dtype=_accumulator(q.dtype))
+    Q, K, V = (_heads_first(x, heads) for x in (q, k, v))
+    for rows in _tiles(seq_q):
+        Qi = _cut(Q, rows)
+        Oi = torch.zeros_like(Qi)
+        m = Qi.new_full((*Qi.shape[:3], 1), NEG_INF)
+        l = torch.zeros_like(m)
+        for cols in _key_tiles(rows, seq_k, causal, offset):
+            Kj, Vj = _cut(K, cols), _cut(V, cols)
+            S = (Qi @ Kj.transpose(-2, -1)) * scale
+            mask = _visible(rows, cols, offset, q.device) if causal else None
+            if mask is not None:
+                S = S.masked_fill(~mask, NEG_INF)
+            m_new = torch.maximum(m, S.amax(-1, keepdim=True))
+            shift = m_new.masked_fill(m_new == NEG_INF, 0)  # keeps exp(-inf - -inf) from being NaN
+            P = torch.exp(S - shift)
+            alpha = torch.exp(m - shift)
+            l = alpha * l + P.sum(-1, keepdim=True)
+            if dropout_p:
+                P = P * philox.keep_mask(seed, batch, heads, rows, cols, dropout_p)
+            Oi = alpha * Oi + P @ Vj
+            m = m_new
+        Oi = Oi / l.masked_fill(l == 0, 1) / (1 - dropout_p)
+        out[:, rows.start : rows.stop] = Oi.transpose(1, 2).to(out.dtype)
+        logsumexp[:, :, rows.start : rows.stop] = (m + l.log()).squeeze(-1)
+    return out, logsumexp
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    seed: Tensor | None,
+    causal: bool,
+    scale: float,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Algorithm 2. Gradients of q, k and v, shaped and typed like them, from dO (B, T, H, D)."""
+    (batch, seq_q, heads, head_dim), (seq_k, kv_heads) = q.shape, k.shape[1:3]
+    offset = seq_k - seq_q
+    Q, K, V, O, dO = (_heads_first(x, heads) for x in (q, k, v, out, dout))
+    L = logsumexp.unsqueeze(-1)
+    D = (dO * O).sum(-1, keepdim=True)
+    dQ, dK, dV = torch.zeros_like(Q), torch.zeros_like(K), torch.zeros_like(V)
+    for cols in _tiles(seq_k):
+        Kj, Vj = _cut(K, cols), _cut(V, cols)
+        for rows in _tiles(seq_q):
+            if causal and rows.stop - 1 + offset < cols.start:
+                continue
+            Qi, dOi = _cut(Q, rows), _cut(dO, rows)
+            P = torch.exp((Qi @ Kj.transpose(-2, -1)) * scale - _cut(L, rows))
+            mask = _visible(rows, cols, offset, q.device) if causal else None
+            if mask is not None:
+                P = P.masked_fill(~mask, 0)
+            dP = dOi @ Vj.transpose(-2, -1)
+            kept = P
+            if dropout_p:
+                Z = philox.keep_mask(seed, batch, heads, rows, cols, dropout_p) / (1 - dropout_p)
+                kept, dP = P * Z, dP * Z
+            _cut(dV, cols).add_(kept.transpose(-2, -1) @ dOi)
+            dS = P * (dP - _cut(D, rows)) * scale
+            _cut(dQ, rows).add_(dS @ Kj)
+            _cut(dK, cols).add_(dS.transpose(-2, -1) @ Qi)
+
+    def per_kv_head(grad: Tensor) -> Tensor:
+        return grad.view(batch, kv_heads, heads // kv_heads, seq_k, head_dim).sum(2)
+
+    grads = (dQ, q), (per_kv_head(dK), k), (per_kv_head(dV), v)
+    return tuple(grad.transpose(1, 2).to(x.dtype).contiguous() for grad, x in grads)

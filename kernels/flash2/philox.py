@@ -1,0 +1,47 @@
+"""Which attention probabilities dropout keeps: Philox 4x32-10, the generator of the Triton kernels, in PyTorch.
+
+Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011). The bits of probability (b, h, i, j) depend only on
+the seed and on (j, i, b H + h), never on the tiling, so both passes and every implementation drop the same ones.
+"""
+
+import torch
+from torch import Tensor
+
+MASK32 = 0xFFFFFFFF
+ROUND_A, ROUND_B = 0xD2511F53, 0xCD9E8D57
+KEY_A, KEY_B = 0x9E3779B9, 0xBB67AE85
+
+
+def threshold(dropout_p: float) -> int:
+    """A probability is dropped where the upper 31 of its 32 random bits are below this integer."""
+    return round(dropout_p * 2**31)
+
+
+def _multiply(constant: int, x: Tensor) -> tuple[Tensor, Tensor]:
+    """High and low words of a 32 x 32 bit product, in int64 without overflow (halves of 16 bits)."""
+    low = constant * (x & 0xFFFF)
+    high = constant * (x >> 16) + (low >> 16)
+    return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)
+
+
+def random_bits(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor) -> Tensor:
+    """First 32-bit word of Philox at the counter (c0, c1, c2, 0), as int64 in [0, 2^32); counters broadcast."""
+    c0, c1, c2 = torch.broadcast_tensors(c0, c1, c2)
+    c3 = torch.zeros_like(c0)
+    key_a, key_b = seed & MASK32, (seed >> 32) & MASK32
+    for _ in range(10):
+        high_a, low_a = _multiply(ROUND_A, c0)
+        high_b, low_b = _multiply(ROUND_B, c2)
+        c0, c1, c2, c3 = high_b ^ c1 ^ key_a, low_b, high_a ^ c3 ^ key_b, low_a
+        key_a, key_b = (key_a + KEY_A) & MASK32, (key_b + KEY_B) & MASK32
+    return c0
+
+
+def keep_mask(seed: Tensor, batch: int, heads: int, rows: range, cols: range, dropout_p: float) -> Tensor:
+    """(B, H, rows, cols) boolean: True where the probability survives. `seed` is one int64 on the mask's device."""
+    device = seed.device
+    i = torch.arange(rows.start, rows.stop, device=device)[:, None]
+    j = torch.arange(cols.start, cols.stop, device=device)[None, :]
+    head = torch.arange(batch * heads, device=device)[:, None, None]
+    kept = (random_bits(seed.reshape(()), j, i, head) >> 1) >= threshold(dropout_p)
+    return kept.view(batch, heads, len(rows), len(cols))

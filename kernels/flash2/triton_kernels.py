@@ -1,0 +1,509 @@
+"""FlashAttention-2 in Triton: forward and backward, portable over NVIDIA and AMD GPUs and Triton's interpreter.
+
+Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning" (2023), Algorithms 1 and 2. Each
+program owns one tile of queries (forward, dQ) or of keys (dK and dV) and loops over the other side: first the tiles that
+need no mask, then those that do. Softmax runs in base 2, with log2(e) folded into the scale; statistics and accumulators
+are fp32.
+
+M rows of a query tile, N rows of a key tile, D head size padded to a power of two.
+Names: p_ pointer to the first row of one head, s_ stride between rows, b_ tile, o_ offsets.
+A row's byte offset may pass 2^31, so the start of a tile is computed in 64 bits and only offsets inside it in 32.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _head(pointer, batch, head, s_batch, s_head):
+    return pointer + tl.cast(batch, tl.int64) * s_batch + tl.cast(head, tl.int64) * s_head
+
+
+@triton.jit
+def _load(p_x, s_x, start, length, o_rows, HEAD_DIM: tl.constexpr, D: tl.constexpr, BOUNDED: tl.constexpr):
+    """Rows start + o_rows of one head, [rows, D]; rows past `length` (where BOUNDED) and the padding of D read zero."""
+    o_d = tl.arange(0, D)
+    p_tile = p_x + tl.cast(start, tl.int64) * s_x + o_rows[:, None] * s_x + o_d[None, :]
+    if BOUNDED and D != HEAD_DIM:
+        return tl.load(p_tile, mask=(start + o_rows < length)[:, None] & (o_d < HEAD_DIM)[None, :], other=0.0)
+    elif BOUNDED:
+        return tl.load(p_tile, mask=(start + o_rows < length)[:, None], other=0.0)
+    elif D != HEAD_DIM:
+        return tl.load(p_tile, mask=(o_d < HEAD_DIM)[None, :], other=0.0)
+    else:
+        return tl.load(p_tile)
+
+
+@triton.jit
+def _to(x, dtype: tl.constexpr, UPCAST: tl.constexpr):
+    """x in `dtype`, rounded to nearest even; under the interpreter, which truncates to bf16, rounded by hand first."""
+    if UPCAST and dtype == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+        x = bits.to(tl.float32, bitcast=True)
+    return x.to(dtype)
+
+
+@triton.jit
+def _store(p_x, s_x, start, length, o_rows, b_x, HEAD_DIM: tl.constexpr, D: tl.constexpr, UPCAST: tl.constexpr):
+    o_d = tl.arange(0, D)
+    p_tile = p_x + tl.cast(start, tl.int64) * s_x + o_rows[:, None] * s_x + o_d[None, :]
+    mask = (start + o_rows < length)[:, None] & (o_d < HEAD_DIM)[None, :]
+    tl.store(p_tile, _to(b_x, p_x.dtype.element_ty, UPCAST), mask=mask)
+
+
+@triton.jit
+def _dot(a, b, acc, UPCAST: tl.constexpr):
+    """a @ b + acc in fp32. UPCAST is for the interpreter, whose arithmetic on bf16 is wrong."""
+    if UPCAST:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    else:
+        return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def _kept(seed, o_i, o_j, head, threshold):
+    """Dropout's survivors of one tile [i, j]: see philox.py, which computes the same bits."""
+    zero = (o_i * 0)[:, None] + (o_j * 0)[None, :]
+    bits, _, _, _ = tl.philox(seed, o_j[None, :] + zero, o_i[:, None] + zero, head + zero, zero)
+    return (bits >> 1).to(tl.int32) >= threshold
+
+
+@triton.jit
+def _forward_tiles(
+    acc,
+    m,
+    l,
+    b_q,
+    p_k,
+    p_v,
+    s_k,
+    s_v,
+    start,
+    stop,
+    o_i,
+    offset,
+    seq_k,
+    scale_log2,
+    seed,
+    head,
+    threshold,
+    N: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    UPCAST: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Lines 7 to 11 of Algorithm 1 over the keys [start, stop): online softmax, O kept unnormalised."""
+    o_n = tl.arange(0, N)
+    for n in tl.range(start, stop, N):
+        o_j = n + o_n
+        b_k = _load(p_k, s_k, n, seq_k, o_n, HEAD_DIM, D, MASKED)
+        b_s = _dot(b_q, tl.trans(b_k), tl.zeros([o_i.shape[0], N], tl.float32), UPCAST)
+        if MASKED:
+            visible = (o_j < seq_k)[None, :]
+            if CAUSAL:
+                visible = visible & (o_j[None, :] <= o_i[:, None] + offset)
+            b_s = tl.where(visible, b_s, float("-inf"))
+        m_new = tl.maximum(m, tl.max(b_s, 1) * scale_log2)
+        if MASKED:
+            shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key yet
+        else:
+            shift = m_new
+        b_p = tl.math.exp2(b_s * scale_log2 - shift[:, None])
+        alpha = tl.math.exp2(m - shift)
+        l = l * alpha + tl.sum(b_p, 1)
+        if DROPOUT:
+            b_p = tl.where(_kept(seed, o_i, o_j, head, threshold), b_p, 0.0)
+        b_v = _load(p_v, s_v, n, seq_k, o_n, HEAD_DIM, D, MASKED)
+        acc = _dot(_to(b_p, b_v.dtype, UPCAST), b_v, acc * alpha[:, None], UPCAST)
+        m = m_new
+    return acc, m, l
+
+
+@triton.jit
+def forward_kernel(
+    q,
+    k,
+    v,
+    out,
+    logsumexp,
+    seed,
+    sq_b,
+    sq_t,
+    sq_h,
+    sk_b,
+    sk_t,
+    sk_h,
+    sv_b,
+    sv_t,
+    sv_h,
+    so_b,
+    so_t,
+    so_h,
+    heads,
+    groups,
+    seq_q,
+    seq_k,
+    scale,
+    threshold,
+    keep_scale,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Algorithm 1: one program computes M rows of O and of the logsumexp.
+
+    q, out (B, seq_q, heads, HEAD_DIM), k, v (B, seq_k, heads / groups, HEAD_DIM) with unit stride along HEAD_DIM;
+    logsumexp (B, heads, seq_q) fp32, natural. Grid: B * heads * cdiv(seq_q, M) on axis 0.
+    """
+    tiles = tl.cdiv(seq_q, M)
+    bh = tl.program_id(0) // tiles
+    i = (tiles - 1 - tl.program_id(0) % tiles) * M  # causal rows are longest at the end: those first
+    batch, head = bh // heads, bh % heads
+    offset = seq_k - seq_q
+    o_m = tl.arange(0, M)
+    p_k = _head(k, batch, head // groups, sk_b, sk_h)
+    p_v = _head(v, batch, head // groups, sv_b, sv_h)
+    b_q = _load(_head(q, batch, head, sq_b, sq_h), sq_t, i, seq_q, o_m, HEAD_DIM, D, True)
+    b_seed = 0
+    if DROPOUT:
+        b_seed = tl.load(seed)
+
+    full, stop = seq_k // N * N, seq_k
+    if CAUSAL:
+        full = tl.minimum(full, tl.maximum(i + offset + 1, 0) // N * N)
+        stop = tl.minimum(stop, tl.maximum(i + M + offset, 0))
+    acc = tl.zeros([M, D], tl.float32)
+    m = tl.full([M], float("-inf"), tl.float32)
+    l = tl.zeros([M], tl.float32)
+    # fmt: off
+    acc, m, l = _forward_tiles(
+        acc, m, l, b_q, p_k, p_v, sk_t, sv_t, 0, full, i + o_m, offset, seq_k, scale * LOG2_E, b_seed, bh, threshold,
+        N, HEAD_DIM, D, CAUSAL, DROPOUT, UPCAST, False,
+    )
+    acc, m, l = _forward_tiles(
+        acc, m, l, b_q, p_k, p_v, sk_t, sv_t, full, stop, i + o_m, offset, seq_k, scale * LOG2_E, b_seed, bh, threshold,
+        N, HEAD_DIM, D, CAUSAL, DROPOUT, UPCAST, True,
+    )
+    # fmt: on
+    b_out = acc * (keep_scale / tl.where(l == 0.0, 1.0, l))[:, None]
+    _store(_head(out, batch, head, so_b, so_h), so_t, i, seq_q, o_m, b_out, HEAD_DIM, D, UPCAST)
+    p_lse = logsumexp + tl.cast(bh, tl.int64) * seq_q + i + o_m
+    tl.store(p_lse, (m + tl.math.log2(l)) * LN_2, mask=i + o_m < seq_q)
+
+
+@triton.jit
+def delta_kernel(
+    out,
+    dout,
+    delta,
+    so_b,
+    so_t,
+    so_h,
+    sdo_b,
+    sdo_t,
+    sdo_h,
+    heads,
+    seq_q,
+    M: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D: tl.constexpr,
+):
+    """Line 4 of Algorithm 2: delta = rowsum(dO o O), (B, heads, seq_q) fp32. Grid: B * heads * cdiv(seq_q, M)."""
+    tiles = tl.cdiv(seq_q, M)
+    bh = tl.program_id(0) // tiles
+    i = tl.program_id(0) % tiles * M
+    batch, head = bh // heads, bh % heads
+    o_m = tl.arange(0, M)
+    b_out = _load(_head(out, batch, head, so_b, so_h), so_t, i, seq_q, o_m, HEAD_DIM, D, True)
+    b_dout = _load(_head(dout, batch, head, sdo_b, sdo_h), sdo_t, i, seq_q, o_m, HEAD_DIM, D, True)
+    b_delta = tl.sum(b_out.to(tl.float32) * b_dout.to(tl.float32), 1)
+    tl.store(delta + tl.cast(bh, tl.int64) * seq_q + i + o_m, b_delta, mask=i + o_m < seq_q)
+
+
+@triton.jit
+def _key_gradient_tiles(
+    dk,
+    dv,
+    b_k,
+    b_v,
+    p_q,
+    p_do,
+    p_lse,
+    p_delta,
+    s_q,
+    s_do,
+    start,
+    stop,
+    o_j,
+    offset,
+    seq_q,
+    scale_log2,
+    seed,
+    head,
+    threshold,
+    keep_scale,
+    M: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    UPCAST: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Lines 10 to 16 of Algorithm 2 without dQ, for the queries [start, stop), everything transposed: [N, M].
+
+    Both products of S and dP are issued before the exponential, which then hides under the second. Rows past seq_q read
+    a logsumexp of +inf, so that their P is zero; keys past seq_k need no mask, being rows of dK and dV never stored.
+    """
+    o_m = tl.arange(0, M)
+    for m in tl.range(start, stop, M):
+        o_i = m + o_m
+        b_q = _load(p_q, s_q, m, seq_q, o_m, HEAD_DIM, D, BOUNDED)
+        b_do = _load(p_do, s_do, m, seq_q, o_m, HEAD_DIM, D, BOUNDED)
+        b_st = _dot(b_k, tl.trans(b_q), tl.zeros([o_j.shape[0], M], tl.float32), UPCAST)
+        b_dpt = _dot(b_v, tl.trans(b_do), tl.zeros([o_j.shape[0], M], tl.float32), UPCAST)
+        if BOUNDED:
+            b_lse = tl.load(p_lse + o_i, mask=o_i < seq_q, other=float("inf"))
+            b_delta = tl.load(p_delta + o_i, mask=o_i < seq_q, other=0.0)
+        else:
+            b_lse = tl.load(p_lse + o_i)
+            b_delta = tl.load(p_delta + o_i)
+        b_pt = tl.math.exp2(b_st * scale_log2 - (b_lse * LOG2_E)[None, :])
+        if MASKED:
+            b_pt = tl.where(o_j[:, None] <= o_i[None, :] + offset, b_pt, 0.0)
+        b_pt_kept = b_pt
+        if DROPOUT:
+            kept = tl.trans(_kept(seed, o_i, o_j, head, threshold))
+            b_pt_kept = tl.where(kept, b_pt, 0.0)
+            b_dpt = tl.where(kept, b_dpt * keep_scale, 0.0)
+        dv = _dot(_to(b_pt_kept, b_do.dtype, UPCAST), b_do, dv, UPCAST)
+        b_dst = b_pt * (b_dpt - b_delta[None, :])
+        dk = _dot(_to(b_dst, b_q.dtype, UPCAST), b_q, dk, UPCAST)
+    return dk, dv
+
+
+@triton.jit
+def key_gradient_kernel(
+    q,
+    k,
+    v,
+    dout,
+    logsumexp,
+    delta,
+    dk,
+    dv,
+    seed,
+    sq_b,
+    sq_t,
+    sq_h,
+    sk_b,
+    sk_t,
+    sk_h,
+    sv_b,
+    sv_t,
+    sv_h,
+    sdo_b,
+    sdo_t,
+    sdo_h,
+    sdk_b,
+    sdk_t,
+    sdk_h,
+    heads,
+    groups,
+    seq_q,
+    seq_k,
+    scale,
+    threshold,
+    keep_scale,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    UPCAST: tl.constexpr,
+    BOUNDED: tl.constexpr,
+):
+    """dK and dV of Algorithm 2: one program owns N keys of one key/value head and sums over the heads of its group.
+
+    dk and dv share their strides (B, seq_k, heads / groups, HEAD_DIM). BOUNDED says that seq_q is no multiple of M.
+    Grid: B * (heads / groups) * cdiv(seq_k, N) on axis 0; causal keys are longest at the start, as launched.
+    """
+    tiles = tl.cdiv(seq_k, N)
+    kv_heads = heads // groups
+    batch = tl.program_id(0) // tiles // kv_heads
+    kv_head = tl.program_id(0) // tiles % kv_heads
+    j = tl.program_id(0) % tiles * N
+    offset = seq_k - seq_q
+    o_n = tl.arange(0, N)
+    b_k = _load(_head(k, batch, kv_head, sk_b, sk_h), sk_t, j, seq_k, o_n, HEAD_DIM, D, True)
+    b_v = _load(_head(v, batch, kv_head, sv_b, sv_h), sv_t, j, seq_k, o_n, HEAD_DIM, D, True)
+    b_seed = 0
+    if DROPOUT:
+        b_seed = tl.load(seed)
+
+    first, full = 0, 0
+    if CAUSAL:
+        first = tl.maximum(j - offset, 0) // M * M
+        full = tl.cdiv(tl.maximum(j + N - 1 - offset, 0), M) * M
+    b_dk = tl.zeros([N, D], tl.float32)
+    b_dv = tl.zeros([N, D], tl.float32)
+    for g in range(groups):
+        head = kv_head * groups + g
+        bh = batch * heads + head
+        p_q = _head(q, batch, head, sq_b, sq_h)
+        p_do = _head(dout, batch, head, sdo_b, sdo_h)
+        p_lse = logsumexp + tl.cast(bh, tl.int64) * seq_q
+        p_delta = delta + tl.cast(bh, tl.int64) * seq_q
+        # fmt: off
+        if CAUSAL:
+            b_dk, b_dv = _key_gradient_tiles(
+                b_dk, b_dv, b_k, b_v, p_q, p_do, p_lse, p_delta, sq_t, sdo_t, first, tl.minimum(full, seq_q), j + o_n,
+                offset, seq_q, scale * LOG2_E, b_seed, bh, threshold, keep_scale,
+                M, HEAD_DIM, D, DROPOUT, UPCAST, BOUNDED, True,
+            )
+        b_dk, b_dv = _key_gradient_tiles(
+            b_dk, b_dv, b_k, b_v, p_q, p_do, p_lse, p_delta, sq_t, sdo_t, full, seq_q, j + o_n,
+            offset, seq_q, scale * LOG2_E, b_seed, bh, threshold, keep_scale,
+            M, HEAD_DIM, D, DROPOUT, UPCAST, BOUNDED, False,
+        )
+        # fmt: on
+    _store(_head(dk, batch, kv_head, sdk_b, sdk_h), sdk_t, j, seq_k, o_n, b_dk * scale, HEAD_DIM, D, UPCAST)
+    _store(_head(dv, batch, kv_head, sdk_b, sdk_h), sdk_t, j, seq_k, o_n, b_dv * keep_scale, HEAD_DIM, D, UPCAST)
+
+
+@triton.jit
+def _query_gradient_tiles(
+    dq,
+    b_q,
+    b_do,
+    b_lse,
+    b_delta,
+    p_k,
+    p_v,
+    s_k,
+    s_v,
+    start,
+    stop,
+    o_i,
+    offset,
+    seq_k,
+    scale_log2,
+    seed,
+    head,
+    threshold,
+    keep_scale,
+    N: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    UPCAST: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Lines 11 to 15 of Algorithm 2 for dQ alone, over the keys [start, stop)."""
+    o_n = tl.arange(0, N)
+    for n in tl.range(start, stop, N):
+        o_j = n + o_n
+        b_k = _load(p_k, s_k, n, seq_k, o_n, HEAD_DIM, D, MASKED)
+        b_v = _load(p_v, s_v, n, seq_k, o_n, HEAD_DIM, D, MASKED)
+        b_s = _dot(b_q, tl.trans(b_k), tl.zeros([o_i.shape[0], N], tl.float32), UPCAST)
+        b_dp = _dot(b_do, tl.trans(b_v), tl.zeros([o_i.shape[0], N], tl.float32), UPCAST)
+        b_p = tl.math.exp2(b_s * scale_log2 - (b_lse * LOG2_E)[:, None])
+        if MASKED:
+            visible = (o_j < seq_k)[None, :]
+            if CAUSAL:
+                visible = visible & (o_j[None, :] <= o_i[:, None] + offset)
+            b_p = tl.where(visible, b_p, 0.0)
+        if DROPOUT:
+            b_dp = tl.where(_kept(seed, o_i, o_j, head, threshold), b_dp * keep_scale, 0.0)
+        b_ds = b_p * (b_dp - b_delta[:, None])
+        dq = _dot(_to(b_ds, b_k.dtype, UPCAST), b_k, dq, UPCAST)
+    return dq
+
+
+@triton.jit
+def query_gradient_kernel(
+    q,
+    k,
+    v,
+    dout,
+    logsumexp,
+    delta,
+    dq,
+    seed,
+    sq_b,
+    sq_t,
+    sq_h,
+    sk_b,
+    sk_t,
+    sk_h,
+    sv_b,
+    sv_t,
+    sv_h,
+    sdo_b,
+    sdo_t,
+    sdo_h,
+    sdq_b,
+    sdq_t,
+    sdq_h,
+    heads,
+    groups,
+    seq_q,
+    seq_k,
+    scale,
+    threshold,
+    keep_scale,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """dQ of Algorithm 2: one program owns M queries, so that no atomics are needed. Grid as in the forward kernel."""
+    tiles = tl.cdiv(seq_q, M)
+    bh = tl.program_id(0) // tiles
+    i = (tiles - 1 - tl.program_id(0) % tiles) * M
+    batch, head = bh // heads, bh % heads
+    offset = seq_k - seq_q
+    o_m = tl.arange(0, M)
+    p_k = _head(k, batch, head // groups, sk_b, sk_h)
+    p_v = _head(v, batch, head // groups, sv_b, sv_h)
+    b_q = _load(_head(q, batch, head, sq_b, sq_h), sq_t, i, seq_q, o_m, HEAD_DIM, D, True)
+    b_do = _load(_head(dout, batch, head, sdo_b, sdo_h), sdo_t, i, seq_q, o_m, HEAD_DIM, D, True)
+    row = tl.cast(bh, tl.int64) * seq_q + i + o_m
+    b_lse = tl.load(logsumexp + row, mask=i + o_m < seq_q, other=float("inf"))
+    b_delta = tl.load(delta + row, mask=i + o_m < seq_q, other=0.0)
+    b_seed = 0
+    if DROPOUT:
+        b_seed = tl.load(seed)
+
+    full, stop = seq_k // N * N, seq_k
+    if CAUSAL:
+        full = tl.minimum(full, tl.maximum(i + offset + 1, 0) // N * N)
+        stop = tl.minimum(stop, tl.maximum(i + M + offset, 0))
+    b_dq = tl.zeros([M, D], tl.float32)
+    # fmt: off
+    b_dq = _query_gradient_tiles(
+        b_dq, b_q, b_do, b_lse, b_delta, p_k, p_v, sk_t, sv_t, 0, full, i + o_m, offset, seq_k, scale * LOG2_E,
+        b_seed, bh, threshold, keep_scale, N, HEAD_DIM, D, CAUSAL, DROPOUT, UPCAST, False,
+    )
+    b_dq = _query_gradient_tiles(
+        b_dq, b_q, b_do, b_lse, b_delta, p_k, p_v, sk_t, sv_t, full, stop, i + o_m, offset, seq_k, scale * LOG2_E,
+        b_seed, bh, threshold, keep_scale, N, HEAD_DIM, D, CAUSAL, DROPOUT, UPCAST, True,
+    )
+    # fmt: on
+    _store(_head(dq, batch, head, sdq_b, sdq_h), sdq_t, i, seq_q, o_m, b_dq * scale, HEAD_DIM, D, UPCAST)

@@ -1,0 +1,105 @@
+"""The attention variants a GPT-2 can be trained with: one registry, one signature.
+
+A variant is called with q (batch, seq_q, heads, head_dim), k and v (batch, seq_k, kv_heads, head_dim), which may be
+strided views of one packed projection, and returns (batch, seq_q, heads, head_dim). Asked for something it cannot do, it
+raises a ValueError that names a variant which can; nothing falls back in silence.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from errors import UserError
+from kernels.flash2 import flash2
+from kernels.standard import standard_attention
+
+SDPA_BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+
+class Attention(Protocol):
+    """What every variant is."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, dropout_p: float = 0.0
+    ) -> Tensor: ...
+
+
+def sdpa(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, dropout_p: float = 0.0, backend: str = "auto"
+) -> Tensor:
+    """torch.nn.functional.scaled_dot_product_attention, by a backend of its own choice or a given one.
+
+    Raises:
+        ValueError: causal with fewer queries than keys, which torch aligns at the top left.
+    """
+    if causal and q.shape[1] != k.shape[1]:
+        raise ValueError("attention=sdpa masks causally only q and k of one length; use attention=flash2 or naive")
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    options = {"is_causal": causal, "scale": scale, "dropout_p": dropout_p, "enable_gqa": q.shape[1] != k.shape[1]}
+    if backend == "auto":
+        return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
+    with sdpa_kernel(SDPA_BACKENDS[backend]):
+        return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
+
+
+@dataclass
+class AttentionConfig:
+    """Which attention, and how (group `attention`)."""
+
+    name: str = "flash2"
+    """naive (all matrices written out), sdpa (torch's own) or flash2 (the Triton kernels of this project)."""
+    backend: str = "auto"
+    """For sdpa alone: auto, flash, cudnn, efficient or math."""
+
+    def __post_init__(self):
+        if self.name not in VARIANTS:
+            raise UserError(f"attention.name={self.name} is unknown; choose one of {', '.join(VARIANTS)}")
+        if self.backend != "auto" and self.name != "sdpa":
+            raise UserError(
+                f"attention.backend={self.backend} belongs to attention=sdpa, not to attention={self.name}; leave it out"
+            )
+        if self.backend not in ("auto", *SDPA_BACKENDS):
+            choices = ", ".join(("auto", *SDPA_BACKENDS))
+            raise UserError(f"attention.backend={self.backend} is unknown; choose one of {choices}")
+
+
+VARIANTS: dict[str, Callable[[AttentionConfig], Attention]] = {
+    "naive": lambda config: standard_attention,
+    "sdpa": lambda config: partial(sdpa, backend=config.backend),
+    "flash2": lambda config: flash2,
+}
+
+
+def build_attention(config: AttentionConfig) -> Attention:
+    """The variant that `config` names."""
+    return VARIANTS[config.name](config)
+
+
+def check_attention(
+    config: AttentionConfig, *, head_dim: int, dtype: torch.dtype, dropout_p: float, device: torch.device
+) -> None:
+    """Runs the variant forward and backward once on a few tokens, so that what it cannot do shows before training.
+
+    Raises:
+        UserError: it cannot run with this head size, dtype, dropout and device.
+    """
+    q, k, v = torch.randn(3, 1, 64, 2, head_dim, device=device, dtype=dtype).requires_grad_().unbind()
+    try:
+        build_attention(config)(q, k, v, causal=True, scale=1.0, dropout_p=dropout_p).sum().backward()
+    except (ValueError, RuntimeError) as error:
+        backend = f" attention.backend={config.backend}" if config.name == "sdpa" else ""
+        raise UserError(
+            f"attention={config.name}{backend} cannot run on {device.type} with head_dim {head_dim}, {dtype} and dropout "
+            f"{dropout_p} ({str(error).splitlines()[0]}); choose another attention, or attention.backend=auto with sdpa"
+        ) from error

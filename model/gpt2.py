@@ -1,0 +1,167 @@
+"""GPT-2 (Radford et al., 2019): pre-LayerNorm, learned positions, tanh-GELU, biases everywhere, tied head.
+
+B batch, T sequence, C embedding, H heads, D head size, V vocabulary. Module names are those of the released weights.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from errors import UserError
+from model.attention import Attention
+from model.loss import cross_entropy
+
+PAD_VOCABULARY_TO = 64
+
+
+@dataclass
+class ModelConfig:
+    """The shape of a GPT-2 (group `model`)."""
+
+    n_layer: int = 12
+    """Transformer blocks."""
+    n_head: int = 12
+    """Attention heads; n_embd must be a multiple."""
+    n_embd: int = 768
+    """Width of the residual stream."""
+    context_length: int = 1024
+    """Longest sequence, in tokens: rows of the position table."""
+    vocab_size: int | None = None
+    """Tokens the model knows; null takes the tokenizer's. The table is padded to a multiple of 64 that is never seen."""
+    dropout: float = 0.0
+    """Share dropped of embeddings, attention probabilities and residual branches while training, in [0, 1)."""
+    pretrained: str | None = None
+    """Weights to start from: a Hugging Face GPT-2, as a folder with model.safetensors or as a hub id such as gpt2."""
+
+    def __post_init__(self):
+        for key in ("n_layer", "n_head", "n_embd", "context_length"):
+            if getattr(self, key) < 1:
+                raise UserError(f"model.{key}={getattr(self, key)} must be at least 1")
+        if self.n_embd % self.n_head:
+            raise UserError(f"model.n_embd={self.n_embd} does not divide into model.n_head={self.n_head} heads")
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"model.dropout={self.dropout} must be at least 0 and below 1")
+
+    @property
+    def head_dim(self) -> int:
+        return self.n_embd // self.n_head
+
+    @property
+    def padded_vocab_size(self) -> int:
+        return math.ceil(self.vocab_size / PAD_VOCABULARY_TO) * PAD_VOCABULARY_TO
+
+
+class KeyValueCache:
+    """Keys and values of the tokens seen so far, (B, context_length, H, D) per layer, filled from the front."""
+
+    def __init__(self, config: ModelConfig, batch: int, device: torch.device, dtype: torch.dtype):
+        shape = (config.n_layer, 2, batch, config.context_length, config.n_head, config.head_dim)
+        self.kv = torch.empty(shape, device=device, dtype=dtype)
+        self.length = 0
+
+    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores this layer's new keys and values (B, T, H, D) and returns all of them so far."""
+        stop = self.length + k.shape[1]
+        self.kv[layer, 0, :, self.length : stop] = k
+        self.kv[layer, 1, :, self.length : stop] = v
+        return self.kv[layer, 0, :, :stop], self.kv[layer, 1, :, :stop]
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, config: ModelConfig, attention: Attention, layer: int):
+        super().__init__()
+        self.n_head, self.layer, self.attention = config.n_head, layer, attention
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, cache: KeyValueCache | None) -> Tensor:
+        B, T, C = x.shape
+        q, k, v = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head).unbind(2)
+        if cache is not None:
+            k, v = cache.extend(self.layer, k, v)
+        y = self.attention(
+            *(q, k, v),
+            causal=T > 1,  # a single query is the last token, which sees all
+            scale=1 / math.sqrt(C // self.n_head),
+            dropout_p=self.dropout.p if self.training else 0.0,
+        )
+        return self.dropout(self.c_proj(y.reshape(B, T, C)))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.c_proj(F.gelu(self.c_fc(x), approximate="tanh")))
+
+
+class Block(nn.Module):
+    def __init__(self, config: ModelConfig, attention: Attention, layer: int):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd)
+        self.attn = SelfAttention(config, attention, layer)
+        self.ln_2 = nn.LayerNorm(config.n_embd)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, cache: KeyValueCache | None) -> Tensor:
+        x = x + self.attn(self.ln_1(x), cache)
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT2(nn.Module):
+    """A GPT-2 whose attention is given. Its head is the token table."""
+
+    def __init__(self, config: ModelConfig, attention: Attention):
+        super().__init__()
+        self.config = config
+        self.wte = nn.Embedding(config.padded_vocab_size, config.n_embd)
+        self.wpe = nn.Embedding(config.context_length, config.n_embd)
+        self.drop = nn.Dropout(config.dropout)
+        self.h = nn.ModuleList(Block(config, attention, layer) for layer in range(config.n_layer))
+        self.ln_f = nn.LayerNorm(config.n_embd)
+        self.apply(self._initialise)
+
+    def _initialise(self, module: nn.Module) -> None:
+        """Normal weights of deviation 0.02, scaled by 1 / sqrt(2 n_layer) where a block adds to the residual stream."""
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear):
+            nn.init.zeros_(module.bias)
+        if isinstance(module, (SelfAttention, MLP)):
+            nn.init.normal_(module.c_proj.weight, std=0.02 / math.sqrt(2 * self.config.n_layer))
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
+        """Mean cross-entropy in nats (a scalar) where targets (B, T) are given, logits (B, T, vocab_size) otherwise.
+
+        With a cache, tokens (B, T) follow those it holds; it grows by T.
+        """
+        start = cache.length if cache is not None else 0
+        positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
+        x = self.drop(_residual(self.wte(tokens) + self.wpe(positions)))
+        for block in self.h:
+            x = block(x, cache)
+        if cache is not None:
+            cache.length += tokens.shape[1]
+        x = self.ln_f(x)
+        if targets is not None:
+            return cross_entropy(x, self.wte.weight, targets, self.config.vocab_size)
+        return F.linear(x, self.wte.weight)[..., : self.config.vocab_size]
+
+    def n_params(self) -> int:
+        """Parameters without the position table: the N of 6 N FLOPs per token."""
+        return sum(p.numel() for p in self.parameters()) - self.wpe.weight.numel()
+
+
+def _residual(x: Tensor) -> Tensor:
+    """x in autocast's dtype where that is on: the residual stream is read and written some 4 n_layer times a step."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x

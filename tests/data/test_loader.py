@@ -1,0 +1,171 @@
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data.loader import TrainLoader, WindowOrder, validation_batches
+from errors import UserError
+
+CPU = torch.device("cpu")
+
+
+def loader_of(tokens, **settings):
+    defaults = {
+        "batch_size": 3,
+        "context_length": 8,
+        "seed": 1,
+        "device": CPU,
+        "vocab_size": 50257,
+        "name": "train.bin",
+    }
+    return TrainLoader(tokens, **defaults | settings)
+
+
+def numbered(count):
+    """Tokens that are their own index, so that a batch tells where it came from."""
+    return np.arange(count, dtype=np.uint16)
+
+
+sizes = st.tuples(st.integers(1, 40), st.integers(1, 400)).map(lambda pair: (pair[0], pair[0] + pair[1]))
+
+
+@given(size=sizes, seed=st.integers(0, 2**32), epoch=st.integers(0, 3))
+@settings(deadline=None)
+def test_an_epoch_visits_every_window_once(size, seed, epoch):
+    context_length, count = size
+    order = WindowOrder(count, context_length, seed)
+    starts = sorted(order.start(epoch * order.windows + i) for i in range(order.windows))
+    assert 0 <= starts[0] < context_length
+    assert np.all(np.diff(starts) == context_length)
+    assert starts[-1] + context_length + 1 <= count
+    assert (order.windows + 2) * context_length > count - context_length
+
+
+def test_epochs_differ_in_order_and_offset():
+    order = WindowOrder(1000, 8, seed=0)
+    epochs = [[order.start(e * order.windows + i) for i in range(order.windows)] for e in range(5)]
+    assert len({tuple(epoch) for epoch in epochs}) == 5
+    assert len({min(epoch) for epoch in epochs}) > 1
+
+
+@given(size=sizes, batch_size=st.integers(1, 9), seed=st.integers(0, 99), prefetch=st.integers(0, 3))
+@settings(deadline=None, max_examples=50)
+def test_batches_are_the_windows_in_order_with_targets_shifted_by_one(size, batch_size, seed, prefetch):
+    context_length, count = size
+    order = WindowOrder(count, context_length, seed)
+    options = {"batch_size": batch_size, "context_length": context_length, "seed": seed, "prefetch": prefetch}
+    with loader_of(numbered(count), **options) as loader:
+        for step in range(4):
+            inputs, targets = loader.next_batch()
+            assert inputs.shape == targets.shape == (batch_size, context_length)
+            assert inputs.dtype == targets.dtype == torch.int64
+            assert inputs.is_contiguous() and targets.is_contiguous()
+            assert torch.equal(inputs + 1, targets)
+            assert inputs[:, 0].tolist() == [order.start(step * batch_size + i) for i in range(batch_size)]
+
+
+@given(taken=st.integers(0, 30), prefetch=st.integers(0, 4), used=st.integers(0, 3))
+@settings(deadline=None, max_examples=25)
+def test_resuming_anywhere_gives_the_same_remaining_batches(taken, prefetch, used):
+    tokens = numbered(200)
+    with loader_of(tokens, prefetch=prefetch) as first, loader_of(tokens) as second:
+        for _ in range(taken):
+            first.next_batch()
+        for _ in range(used):
+            second.next_batch()
+        second.load_state_dict(first.state_dict())
+        assert first.state_dict()["position"] == taken * 3
+        for _ in range(12):
+            for mine, theirs in zip(next(first), next(second), strict=True):
+                assert torch.equal(mine, theirs)
+
+
+def test_resuming_with_another_batch_size_continues_at_the_same_window():
+    with loader_of(numbered(500)) as first, loader_of(numbered(500), batch_size=6) as second:
+        first.next_batch()
+        second.load_state_dict(first.state_dict())
+        expected = torch.cat([first.next_batch()[0], first.next_batch()[0]])
+        assert torch.equal(second.next_batch()[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "count", "message"),
+    [
+        ({"seed": 2}, 200, r"seed=1, this run has 2: set train\.seed"),
+        ({"context_length": 4}, 200, r"context_length=8, this run has 4: set model\.context_length"),
+        ({}, 300, r"tokens=200, this run has 300: set data\.dir"),
+    ],
+    ids=["seed", "context length", "token count"],
+)
+def test_the_state_of_another_order_is_refused(change, count, message):
+    with (
+        loader_of(numbered(200)) as first,
+        loader_of(numbered(count), **change) as second,
+        pytest.raises(UserError, match=message),
+    ):
+        second.load_state_dict(first.state_dict())
+
+
+def test_a_token_outside_the_vocabulary_names_file_and_byte():
+    tokens = numbered(100)
+    tokens[[61, 62]] = 60000
+    with loader_of(tokens, batch_size=12) as loader:
+        for _ in range(2):  # asking again does not step over it
+            with pytest.raises(UserError, match=r"train\.bin holds the token 60000 at byte 122, outside .* 50257"):
+                loader.next_batch()
+        assert loader.state_dict()["position"] == 0
+    batches = validation_batches(
+        tokens, batch_size=2, context_length=8, max_tokens=100, device=CPU, vocab_size=50257, name="val.bin"
+    )
+    with pytest.raises(UserError, match=r"val\.bin holds the token 60000 at byte 122"):
+        list(batches)
+
+
+def test_a_file_shorter_than_a_window_is_refused():
+    message = r"holds 8 tokens, but one window takes 9: set a smaller model\.context_length"
+    with pytest.raises(UserError, match=message):
+        loader_of(numbered(8))
+    with pytest.raises(UserError, match=message):
+        validation_batches(
+            numbered(8), batch_size=1, context_length=8, max_tokens=1, device=CPU, vocab_size=257, name="val.bin"
+        )
+
+
+def test_closing_ends_the_thread():
+    before = threading.active_count()
+    with loader_of(numbered(100)) as loader:
+        loader.next_batch()
+        assert threading.active_count() == before + 1
+    assert threading.active_count() == before
+
+
+@given(size=sizes, batch_size=st.integers(1, 9), max_tokens=st.integers(0, 600))
+@settings(deadline=None)
+def test_validation_covers_the_file_evenly_and_the_same_way_each_time(size, batch_size, max_tokens):
+    context_length, count = size
+    options = {"batch_size": batch_size, "context_length": context_length, "max_tokens": max_tokens}
+    options |= {"device": CPU, "vocab_size": 50257, "name": "val.bin"}
+    batches = list(validation_batches(numbered(count), **options))
+    inputs, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    again = torch.cat([batch for batch, _ in validation_batches(numbered(count), **options)])
+    assert torch.equal(inputs, again) and torch.equal(inputs + 1, targets)
+    assert all(len(batch) == batch_size for batch, _ in batches[:-1])
+
+    windows = (count - 1) // context_length
+    assert len(inputs) == min(windows, max(1, -(-max_tokens // context_length)))
+    places = inputs[:, 0] // context_length
+    assert torch.all(inputs[:, 0] % context_length == 0)
+    gaps = torch.diff(places, append=torch.tensor([windows]))
+    assert gaps.min() >= 1 and gaps.max() - gaps.min() <= 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_batches_on_the_gpu_are_those_on_the_cpu():
+    with loader_of(numbered(500)) as cpu, loader_of(numbered(500), device=torch.device("cuda")) as gpu:
+        for _ in range(20):
+            for mine, theirs in zip(gpu.next_batch(), cpu.next_batch(), strict=True):
+                assert mine.is_cuda and torch.equal(mine.cpu(), theirs)

@@ -1,0 +1,80 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data import stdlib
+from data.config import DataConfig
+from data.tokenizers import get_tokenizer
+from data.tokens import open_tokens, split_of
+from errors import UserError
+
+
+def config_of(folder, **settings):
+    return DataConfig("stdlib", str(folder), "byte", **{"val_fraction": 0.05} | settings)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    config = config_of(tmp_path_factory.mktemp("stdlib"))
+    return config, open_tokens(config)
+
+
+def test_is_about_twelve_megabytes_of_source_with_a_twentieth_held_out(built):
+    _, tokens = built
+    total = len(tokens.train) + len(tokens.val)
+    assert 8e6 < total < 25e6
+    assert 0.01 < len(tokens.val) / total < 0.12
+
+
+def test_every_document_is_a_module_of_its_split(built):
+    config, tokens = built
+    byte = get_tokenizer("byte")
+    documents = {"train": [], "val": []}
+    for name, text in stdlib.read_files(stdlib.source_files()):
+        documents[split_of(name, config)] += [*byte.encode(text), byte.eot]
+    assert np.array_equal(tokens.train, documents["train"])
+    assert np.array_equal(tokens.val, documents["val"])
+
+
+def test_no_tests_are_in_it():
+    files = stdlib.source_files()
+    assert "argparse.py" in files and "json/decoder.py" in files
+    assert not [name for name in files if stdlib.SKIPPED_FOLDERS & set(name.split("/"))]
+    assert files == sorted(files)
+
+
+def test_building_twice_gives_the_same_files(built, tmp_path):
+    config, _ = built
+    again = config_of(tmp_path)
+    stdlib.build(again)
+    first, second = (json.loads(Path(c.dir, "meta.json").read_text()) for c in (config, again))
+    assert first == second
+
+
+def test_is_rebuilt_only_where_the_python_or_the_settings_differ(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        stdlib, "source_files", lambda: ["argparse.py", "ast.py", "bisect.py", "cmd.py", "json/tool.py"]
+    )
+    config = config_of(tmp_path, val_fraction=0.5)
+
+    def built_at():
+        stdlib.build(config)
+        return (tmp_path / "train.bin").stat().st_ino, (tmp_path / "train.bin").stat().st_mtime_ns
+
+    first = built_at()
+    assert built_at() == first
+    monkeypatch.setattr(stdlib.platform, "python_version", lambda: "2.7.18")
+    second = built_at()
+    assert second != first
+    (tmp_path / "val.bin").unlink()
+    assert built_at() != second
+    assert (tmp_path / "val.bin").exists()
+
+
+def test_another_corpus_is_not_overwritten(tmp_path):
+    meta = {"tokenizer": "byte", "source": {"name": "text"}, "counts": {s: {"tokens": 1} for s in ("train", "val")}}
+    (tmp_path / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(UserError, match="holds another corpus than the standard library"):
+        stdlib.build(config_of(tmp_path))

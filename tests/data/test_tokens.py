@@ -1,0 +1,105 @@
+import hashlib
+import json
+
+import numpy as np
+import pytest
+
+from data.config import DataConfig
+from data.tokenizers import get_tokenizer
+from data.tokens import open_tokens, write_tokens
+from errors import UserError
+
+DOCUMENTS = [("train", [1, 2, 3]), ("val", [4]), ("train", []), ("train", [5, 6])]
+
+
+def config_of(folder, **settings):
+    return DataConfig(**{"name": "tokens", "dir": str(folder), "tokenizer": "byte"} | settings)
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    write_tokens(tmp_path / "corpus", DOCUMENTS, get_tokenizer("byte"), {"name": "text"})
+    return tmp_path / "corpus"
+
+
+def test_what_was_written_is_opened(corpus):
+    tokens = open_tokens(config_of(corpus))
+    assert tokens.train.tolist() == [1, 2, 3, 256, 256, 5, 6, 256]
+    assert tokens.val.tolist() == [4, 256]
+    assert (tokens.train.dtype, tokens.tokenizer, tokens.vocab_size, tokens.dir) == (np.uint16, "byte", 257, corpus)
+    assert not tokens.train.flags.writeable
+
+
+def test_meta_counts_and_checks_the_files(corpus):
+    meta = json.loads((corpus / "meta.json").read_text())
+    assert meta["counts"] == {"train": {"tokens": 8, "documents": 3}, "val": {"tokens": 2, "documents": 1}}
+    for name, digest in meta["sha256"].items():
+        assert hashlib.sha256((corpus / name).read_bytes()).hexdigest() == digest
+
+
+def test_nanogpt_files_work_as_they_are(tmp_path):
+    for split in ("train", "val"):
+        np.array([50256, 7, 50000], dtype=np.uint16).tofile(tmp_path / f"{split}.bin")
+    tokens = open_tokens(config_of(tmp_path, tokenizer="gpt2"))
+    assert tokens.train.tolist() == tokens.val.tolist() == [50256, 7, 50000]
+    assert tokens.vocab_size == 50257
+
+
+def test_a_missing_file_names_the_preparation(tmp_path):
+    with pytest.raises(
+        UserError, match=r"train\.bin does not exist: .*python -m data\.prepare data=text data\.source="
+    ):
+        open_tokens(config_of(tmp_path, name="text"))
+    with pytest.raises(UserError, match=r"train\.bin does not exist: set data\.dir"):
+        open_tokens(config_of(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        (0, r"train\.bin is empty"),
+        (7, r"train\.bin ends in half a token at byte 6"),
+        (8, r"train\.bin holds 8 bytes, but its meta\.json promises 16"),
+    ],
+    ids=["empty", "half a token", "shorter than promised"],
+)
+def test_a_truncated_file_is_refused(corpus, size, message):
+    with open(corpus / "train.bin", "r+b") as file:
+        file.truncate(size)
+    with pytest.raises(UserError, match=message):
+        open_tokens(config_of(corpus))
+
+
+def test_another_tokenizer_is_refused(corpus):
+    with pytest.raises(UserError, match=r"meta\.json says that its tokens are byte's, not gpt2's: set data\.tokenizer"):
+        open_tokens(config_of(corpus, tokenizer="gpt2"))
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"tokenizer": "byte", "source": {}, "counts": {"train": 3}}'])
+def test_a_foreign_meta_is_refused(corpus, text):
+    (corpus / "meta.json").write_text(text)
+    with pytest.raises(UserError, match=r"meta\.json does not describe token files"):
+        open_tokens(config_of(corpus))
+
+
+def test_a_split_without_documents_is_refused_and_leaves_nothing(tmp_path):
+    with pytest.raises(UserError, match=r"None of the 1 documents fell into val\.bin: raise data\.val_fraction"):
+        write_tokens(tmp_path, DOCUMENTS[:1], get_tokenizer("byte"), {})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failure_half_way_keeps_the_old_files(corpus):
+    def failing():
+        yield from DOCUMENTS
+        raise OSError("the source went away")
+
+    before = {file.name: file.read_bytes() for file in corpus.iterdir()}
+    with pytest.raises(OSError, match="went away"):
+        write_tokens(corpus, failing(), get_tokenizer("byte"), {"name": "text"})
+    assert {file.name: file.read_bytes() for file in corpus.iterdir()} == before
+
+
+def test_files_of_unknown_origin_are_not_overwritten(corpus):
+    (corpus / "meta.json").unlink()
+    with pytest.raises(UserError, match=r"holds token files without a meta\.json"):
+        write_tokens(corpus, DOCUMENTS, get_tokenizer("byte"), {"name": "text"})

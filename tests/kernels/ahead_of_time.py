@@ -1,0 +1,79 @@
+"""Compiles every kernel of flash2 for GPUs that are not here, and prints what each needs as JSON lines.
+
+Run in a process of its own, in which Triton does not interpret: python -m tests.kernels.ahead_of_time [target ...]
+"""
+
+import itertools
+import json
+import sys
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kernels.flash2 import launch, triton_kernels
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx90a": GPUTarget("hip", "gfx90a", 64),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+POINTER_TYPES = {"logsumexp": "*fp32", "delta": "*fp32", "seed": "*i64"}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def signature(kernel, constants: dict, dtype: str) -> dict[str, str]:
+    """Types of a kernel's arguments, told by their names: sizes and strides are i32, tensors have the data's dtype."""
+    floats = {"scale", "keep_scale"}
+    integers = {"heads", "groups", "seq_q", "seq_k", "threshold"}
+    types = {}
+    for name in kernel.arg_names:
+        if name in constants:
+            types[name] = "constexpr"
+        elif name in floats:
+            types[name] = "fp32"
+        elif name in integers or name.startswith("s") and "_" in name:
+            types[name] = "i32"
+        else:
+            types[name] = POINTER_TYPES.get(name, f"*{dtype}")
+    return types
+
+
+def compile_kernel(kernel, constants: dict, tile, dtype: str, target: GPUTarget):
+    """As launched on aligned tensors with aligned strides."""
+    types = signature(kernel, constants, dtype)
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, (name, kind) in enumerate(types.items())
+        if kind.startswith("*") or (kind == "i32" and (name.startswith("s") and name not in ("seq_q", "seq_k")))
+    }
+    source = ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=aligned)
+    return triton.compile(source, target=target, options={"num_warps": tile.warps, "num_stages": tile.stages})
+
+
+def variants(head_dim: int, dtype: str, causal: bool, dropout: bool):
+    """(name, kernel, constants, tile) of every launch at one head size."""
+    tiles = launch.tiles_for(head_dim, DTYPES[dtype])
+    common = launch._constants(head_dim, causal, 0.1 if dropout else 0.0, interpreted=False)
+    for name, tile in tiles._asdict().items():
+        kernel = getattr(triton_kernels, f"{name}_kernel")
+        bounded = {"BOUNDED": False} if name == "key_gradient" else {}
+        yield name, kernel, {**common, **bounded, "M": tile.m, "N": tile.n}, tile
+
+
+def main(targets: list[str]) -> None:
+    shapes = [(d, "bf16", True, False) for d in (16, 40, 64, 80, 96, 128, 256)]
+    shapes += [(64, "bf16", False, False), (64, "bf16", True, True), (64, "fp32", True, False)]
+    for target, shape in itertools.product(targets, shapes):
+        for name, kernel, constants, tile in variants(*shape):
+            compiled = compile_kernel(kernel, constants, tile, shape[1], TARGETS[target])
+            binary = compiled.asm.get("cubin") or compiled.asm.get("hsaco")
+            row = {"target": target, "shape": shape, "kernel": name, "shared": compiled.metadata.shared}
+            print(json.dumps({**row, "bytes": len(binary)}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:] or list(TARGETS))

@@ -1,0 +1,292 @@
+"""Train a GPT-2 whose attention is one switch: python train.py attention=flash2 (see python train.py --help)."""
+
+import math
+import os
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+
+from conf.cli import launch, output_dir
+from conf.schema import Config, TrainConfig
+from data.loader import TrainLoader, validation_batches
+from data.tokenizers import get_tokenizer
+from data.tokens import TokenSet, open_tokens
+from errors import UserError
+from model.attention import build_attention, check_attention
+from model.generate import generate
+from model.gpt2 import GPT2, ModelConfig
+from model.huggingface import find_pretrained, load_pretrained, read_config
+from trainer import checkpoint
+from trainer.checkpoint import Checkpoints, State
+from trainer.flops import model_flops_per_token, peak_flops
+from trainer.loggers import Loggers, start_loggers
+from trainer.meters import ThroughputMeter
+from trainer.optimizer import build_optimizer, learning_rate, optimizer_step
+from trainer.precision import Compute, choose_compute
+from trainer.signals import StopRequest
+from trainer.state import TrainState, check_resumable
+
+
+def train(config: Config) -> None:
+    """One run: from its configuration to metrics, checkpoints and a sample of what was learnt."""
+    compute = choose_compute(config.device, config.precision)
+    tokens = open_tokens(config.data)
+    resumed = load_resumed(config)
+    seed(config.train, compute)
+    model = build_model(config, compute, tokens, resumed)
+    folder = output_dir()
+    folder.mkdir(parents=True, exist_ok=True)
+    with (
+        TrainLoader(
+            tokens.train,
+            batch_size=config.train.batch_size,
+            context_length=model.config.context_length,
+            seed=config.train.seed,
+            device=compute.device,
+            vocab_size=model.config.vocab_size,
+            name=str(tokens.dir / "train.bin"),
+        ) as loader,
+        start_loggers(
+            folder,
+            max_steps=config.train.max_steps,
+            wandb=config.wandb,
+            run_config=asdict(config),
+            resumed_step=resumed["step"] if resumed else None,
+        ) as log,
+        StopRequest() as stop,
+    ):
+        optimizer = build_optimizer(model, config.optimizer)
+        state = TrainState(model, optimizer, compute.grad_scaler(), loader, tokens.tokenizer)
+        if resumed:
+            state.load_state_dict(resumed)
+        OmegaConf.save(OmegaConf.structured(config), folder / "config.yaml")
+        log.message(describe(config, compute, state, tokens))
+        loop(config, compute, state, tokens, folder, log, stop)
+        if stop.signal is None and config.train.sample_tokens:
+            log.message(sample(config, compute, model, tokens))
+        log.message(f"outputs in {folder}")
+    if stop.signal is not None:
+        sys.exit(128 + stop.signal)
+
+
+def loop(
+    config: Config,
+    compute: Compute,
+    state: TrainState,
+    tokens: TokenSet,
+    folder: Path,
+    log: Loggers,
+    stop: StopRequest,
+) -> None:
+    """Steps until max_steps or a request to stop, and between them metrics, evaluations and checkpoints."""
+    settings, tokens_per_step = config.train, tokens_in_step(config.train, state.model.config)
+    checkpoints = Checkpoints(Path(config.checkpoint.dir or folder / "checkpoints"), config.checkpoint.keep)
+    model = compile_model(state.model, settings, compute)
+    meter = build_meter(state.model, tokens_per_step, compute)
+    window: list[Tensor] = []  # loss and gradient norm of every step since the last row, still on the device
+    compiling = True
+    while state.step < settings.max_steps and stop.signal is None:
+        losses, data_wait = train_step(model, state, config, compute)
+        state.step += 1
+        window.append(losses)
+        if compiling:
+            meter.start()
+            compiling = False
+        else:
+            meter.step(data_wait)
+        last = state.step == settings.max_steps or stop.signal is not None
+        metrics = {}
+        if last or state.step % settings.log_interval == 0:
+            metrics = read_window(window, state.step, checkpoints, state) | meter.read()
+            metrics["train/lr"] = learning_rate(state.step - 1, config.optimizer, settings.max_steps)
+            window.clear()
+        if state.step == settings.max_steps or state.step % settings.eval_interval == 0:
+            with meter.excluded():
+                metrics |= evaluate(model, config, compute, tokens)
+                improved = metrics["val/loss"] < state.best_loss
+                if improved:
+                    state.best_loss = metrics["val/loss"]
+                    checkpoints.save_best(state.state_dict())
+        if metrics:
+            log.log(state.step, state.step * tokens_per_step, metrics)
+        if last or state.step % config.checkpoint.interval == 0:
+            with meter.excluded():
+                path = checkpoints.save(state.step, state.state_dict())
+    if stop.signal is not None:
+        log.message(f"{stop.signal.name}: stopped after step {state.step}; continue with checkpoint.resume={path}")
+
+
+def train_step(model: nn.Module, state: TrainState, config: Config, compute: Compute) -> tuple[Tensor, float]:
+    """One optimizer step. The mean loss and the gradient norm, (2,) on the device, and the seconds spent on data."""
+    micro_steps, data_wait = config.train.micro_steps, 0.0
+    loss_sum = torch.zeros((), device=compute.device)
+    model.train()
+    for _ in range(micro_steps):
+        asked = time.perf_counter()
+        inputs, targets = state.loader.next_batch()
+        data_wait += time.perf_counter() - asked
+        with compute.autocast():
+            loss = model(inputs, targets)
+        state.scaler.scale(loss / micro_steps).backward()
+        loss_sum += loss.detach()
+    lr = learning_rate(state.step, config.optimizer, config.train.max_steps)
+    norm = optimizer_step(state.optimizer, state.scaler, lr, config.optimizer.grad_clip)
+    return torch.stack((loss_sum / micro_steps, norm)), data_wait
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, config: Config, compute: Compute, tokens: TokenSet) -> dict[str, float]:
+    """Loss and perplexity over the run's fixed validation tokens."""
+    model.eval()
+    shape = model.config
+    batches = validation_batches(
+        tokens.val,
+        batch_size=config.train.batch_size,
+        context_length=shape.context_length,
+        max_tokens=config.train.eval_tokens,
+        device=compute.device,
+        vocab_size=shape.vocab_size,
+        name=str(tokens.dir / "val.bin"),
+    )
+    total, count = torch.zeros((), dtype=torch.float64, device=compute.device), 0
+    for inputs, targets in batches:
+        with compute.autocast():
+            total += model(inputs, targets) * inputs.numel()
+        count += inputs.numel()
+    loss = (total / count).item()
+    return {"val/loss": loss, "val/perplexity": perplexity(loss)}
+
+
+def read_window(window: list[Tensor], step: int, checkpoints: Checkpoints, state: TrainState) -> dict[str, float]:
+    """The metrics of the newest step, once every step since the last row has turned out finite.
+
+    Raises:
+        UserError: a loss or gradient was NaN or infinite; the state, which no such step has touched, is saved first.
+    """
+    rows = torch.stack(window).tolist()
+    for number, (loss, norm) in enumerate(rows, start=step - len(rows) + 1):
+        overflow_is_normal = state.scaler.is_enabled()  # fp16 finds its loss scale by such steps, and skips them
+        if math.isfinite(loss) and (math.isfinite(norm) or overflow_is_normal):
+            continue
+        path = checkpoints.save(step, state.state_dict())
+        raise UserError(
+            f"the loss was {loss} and the gradient norm {norm} at step {number}; the weights took no such step and are "
+            f"saved in {path}; lower optimizer.lr, or check the data"
+        )
+    loss, norm = rows[-1]
+    return {"train/loss": loss, "train/perplexity": perplexity(loss), "train/grad_norm": norm}
+
+
+def perplexity(loss: float) -> float:
+    """exp of a loss in nats; infinite where that overflows."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def seed(settings: TrainConfig, compute: Compute) -> None:
+    """Fixes every random draw; in deterministic mode every kernel's order of summation too."""
+    torch.manual_seed(settings.seed)
+    if settings.deterministic:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read when cuBLAS starts, which is later
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+
+
+def load_resumed(config: Config) -> State | None:
+    """The checkpoint to continue, if any."""
+    source = config.checkpoint.resume
+    if source == "auto":
+        if config.checkpoint.dir is None:
+            raise UserError(
+                "checkpoint.resume=auto needs the folder of earlier checkpoints; give checkpoint.dir=FOLDER"
+            )
+        source = checkpoint.find(config.checkpoint.dir)
+    return None if source is None else checkpoint.load(source, key="checkpoint.resume")
+
+
+def build_model(config: Config, compute: Compute, tokens: TokenSet, resumed: State | None) -> GPT2:
+    """The model on its device, with fresh weights or pretrained ones; a resumed run loads its own later."""
+    shape, pretrained = config.model, None
+    if shape.pretrained is not None:
+        pretrained = find_pretrained(shape.pretrained)
+        shape = read_config(pretrained, shape)
+    if shape.vocab_size is None:
+        shape.vocab_size = tokens.vocab_size
+    if shape.vocab_size < tokens.vocab_size:
+        raise UserError(
+            f"model.vocab_size={shape.vocab_size} is below the {tokens.vocab_size} tokens of the {tokens.tokenizer} "
+            "tokenizer; leave model.vocab_size out, or choose data of another tokenizer"
+        )
+    if resumed:
+        checkpoint_name = config.checkpoint.resume
+        check_resumable(resumed, shape, tokens.tokenizer, checkpoint_name)
+    check_attention(
+        config.attention, head_dim=shape.head_dim, dtype=compute.dtype, dropout_p=shape.dropout, device=compute.device
+    )
+    torch.manual_seed(config.train.seed)
+    model = GPT2(shape, build_attention(config.attention))
+    if pretrained is not None and resumed is None:
+        load_pretrained(model, pretrained)
+    return model.to(compute.device)
+
+
+def compile_model(model: GPT2, settings: TrainConfig, compute: Compute) -> nn.Module:
+    """The model as the loop calls it: compiled on a GPU unless told otherwise."""
+    wanted = compute.device.type == "cuda" if settings.compile is None else settings.compile
+    return torch.compile(model, fullgraph=True) if wanted else model
+
+
+def tokens_in_step(settings: TrainConfig, shape: ModelConfig) -> int:
+    return settings.batch_size * settings.micro_steps * shape.context_length
+
+
+def build_meter(model: GPT2, tokens_per_step: int, compute: Compute) -> ThroughputMeter:
+    """Counts FLOPs for this model and MFU for this device."""
+    shape = model.config
+    sizes = model.n_params(), shape.n_layer, shape.n_embd, shape.context_length
+    on_gpu = compute.device.type == "cuda"
+    return ThroughputMeter(
+        tokens_per_step=tokens_per_step,
+        flops_per_token=model_flops_per_token(*sizes),
+        flops_per_token_causal=model_flops_per_token(*sizes, causal=True),
+        peak_flops=peak_flops(torch.cuda.get_device_name(compute.device), compute.dtype) if on_gpu else None,
+        device=compute.device,
+    )
+
+
+def describe(config: Config, compute: Compute, state: TrainState, tokens: TokenSet) -> str:
+    """What is about to be trained, on what and where, in a few lines."""
+    shape, settings = state.model.config, config.train
+    attention = config.attention.name + (f" ({config.attention.backend})" if config.attention.name == "sdpa" else "")
+    start = f"continuing after step {state.step}" if state.step else "starting"
+    return (
+        f"GPT-2 of {sum(p.numel() for p in state.model.parameters()) / 1e6:.1f}M parameters: {shape.n_layer} layers, "
+        f"width {shape.n_embd}, {shape.n_head} heads, context {shape.context_length}; attention {attention}; {compute}\n"
+        f"{tokens.dir}: {len(tokens.train):,} training and {len(tokens.val):,} validation tokens ({tokens.tokenizer})\n"
+        f"{start}, to step {settings.max_steps} of {tokens_in_step(settings, shape):,} tokens"
+    )
+
+
+def sample(config: Config, compute: Compute, model: GPT2, tokens: TokenSet) -> str:
+    """A few lines of what the model has learnt, begun from the end-of-text token."""
+    tokenizer = get_tokenizer(tokens.tokenizer)
+    model.eval()
+    with compute.autocast():
+        text = generate(
+            model,
+            [tokenizer.eot],
+            max_tokens=config.train.sample_tokens,
+            temperature=0.8,
+            top_k=200,
+            generator=torch.Generator().manual_seed(config.train.seed),
+            stop=tokenizer.eot,
+        )
+        return "a sample:\n" + tokenizer.decode(text)
+
+
+if __name__ == "__main__":
+    launch(train, "config")

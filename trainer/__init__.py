@@ -1,0 +1,1 @@
+"""What the loop of train.py leans on: optimizer, checkpoints, precision, FLOPs, meters and loggers."""

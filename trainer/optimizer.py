@@ -1,0 +1,85 @@
+"""AdamW, its learning-rate schedule, and the step that clips gradients and never applies a non-finite one."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from errors import UserError
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW with linear warm-up and cosine decay (group `optimizer`)."""
+
+    lr: float = 6e-4
+    """Learning rate at the end of the warm-up."""
+    min_lr: float = 6e-5
+    """Learning rate at the end of the decay and after it."""
+    warmup_steps: int = 100
+    """Steps over which the learning rate rises from zero."""
+    decay_steps: int | None = None
+    """Step at which the cosine reaches min_lr; null is train.max_steps."""
+    beta1: float = 0.9
+    """Decay of the gradient's running mean, in [0, 1)."""
+    beta2: float = 0.95
+    """Decay of its square's, in [0, 1)."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """Decoupled decay, on matrices only: not on biases, not on LayerNorm."""
+    grad_clip: float = 1.0
+    """Largest norm of the whole gradient; 0 leaves it as it is."""
+
+    def __post_init__(self):
+        for key in ("lr", "min_lr", "warmup_steps", "eps", "weight_decay", "grad_clip"):
+            if not 0 <= getattr(self, key) < math.inf:
+                raise UserError(f"optimizer.{key}={getattr(self, key)} must be a finite number of at least 0")
+        for key in ("beta1", "beta2"):
+            if not 0 <= getattr(self, key) < 1:
+                raise UserError(f"optimizer.{key}={getattr(self, key)} must be at least 0 and below 1")
+        if self.min_lr > self.lr:
+            raise UserError(f"optimizer.min_lr={self.min_lr} is above optimizer.lr={self.lr}; lower it, or raise lr")
+
+
+def learning_rate(step: int, config: OptimizerConfig, max_steps: int) -> float:
+    """Of the step after `step` finished ones: linear warm-up, then a cosine from lr to min_lr."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    decay_steps = config.decay_steps or max_steps
+    progress = min(1.0, (step - config.warmup_steps) / max(1, decay_steps - config.warmup_steps))
+    return config.min_lr + 0.5 * (1 + math.cos(math.pi * progress)) * (config.lr - config.min_lr)
+
+
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+    """Fused AdamW over all parameters: those of two dimensions (matrices and tables) decay, the others do not."""
+    decayed = [p for p in model.parameters() if p.ndim >= 2]
+    others = [p for p in model.parameters() if p.ndim < 2]
+    assert len(decayed) + len(others) == len(list(model.parameters())), "a parameter is in no group"
+    groups = [
+        {"params": decayed, "weight_decay": config.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+
+
+def optimizer_step(optimizer: torch.optim.AdamW, scaler: torch.amp.GradScaler, lr: float, grad_clip: float) -> Tensor:
+    """Clips the gradients, takes one step at `lr`, clears them, and returns their norm before clipping (a scalar).
+
+    Gradients that are not finite leave weights and moments as they are; that is decided on the device, without waiting
+    for it: fused AdamW reads `found_inf`, the flag by which GradScaler skips the steps of fp16.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    scaler.unscale_(optimizer)
+    norm = nn.utils.clip_grad_norm_(parameters, grad_clip or math.inf)
+    if scaler.is_enabled():
+        scaler.step(optimizer)
+        scaler.update()
+    else:
+        optimizer.found_inf = (~norm.isfinite()).float()
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm

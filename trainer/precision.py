@@ -1,0 +1,71 @@
+"""The arithmetic of a training step, and the device it runs on."""
+
+from dataclasses import dataclass
+
+import torch
+
+from errors import UserError
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass
+class PrecisionConfig:
+    """In what the matrix products are computed (group `precision`); weights and optimizer stay fp32."""
+
+    name: str = "auto"
+    """auto (bf16 on a GPU that has it, fp32 elsewhere), bf16, fp16 (with a scaled loss) or fp32."""
+
+    def __post_init__(self):
+        if self.name not in ("auto", *DTYPES):
+            raise UserError(f"precision.name={self.name} is unknown; choose one of auto, {', '.join(DTYPES)}")
+
+
+@dataclass(frozen=True)
+class Compute:
+    """The device of a run and the dtype of its matrix products."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    def autocast(self) -> torch.autocast:
+        """Matrix products in `dtype`; a context that does nothing for fp32."""
+        return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
+
+    def grad_scaler(self) -> torch.amp.GradScaler:
+        """Scales the loss for fp16, whose gradients would underflow; does nothing for other dtypes."""
+        return torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
+
+    def __str__(self) -> str:
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
+        return f"{name}, {next(name for name, dtype in DTYPES.items() if dtype == self.dtype)}"
+
+
+def choose_compute(device: str, precision: PrecisionConfig) -> Compute:
+    """What `device` (auto, cpu, cuda) and `precision` ask for; auto takes the GPU, and bf16 on it, where there is one.
+
+    Raises:
+        UserError: no such device here, or it cannot compute in that precision.
+    """
+    place = _choose_device(device)
+    return Compute(place, _choose_dtype(precision.name, place))
+
+
+def _choose_device(name: str) -> torch.device:
+    if name not in ("auto", "cpu", "cuda"):
+        raise UserError(f"device={name} is unknown; choose one of auto, cpu, cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("device=cuda, but torch sees no GPU here; set device=cpu, or install torch's CUDA build")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def _choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    has_bf16 = device.type == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False)
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" and has_bf16 else torch.float32
+    if name == "bf16" and not has_bf16:
+        gpu = torch.cuda.get_device_name(device)
+        raise UserError(f"precision=bf16, which {gpu} lacks; set precision=fp16 or precision=fp32")
+    if name == "fp16" and device.type == "cpu":
+        raise UserError("precision=fp16 needs a GPU; set precision=fp32 or precision=bf16 on a CPU")
+    return DTYPES[name]

@@ -1,0 +1,70 @@
+"""All of a run that must survive it, in one object."""
+
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import nn
+
+from data.loader import TrainLoader
+from errors import UserError
+from trainer.checkpoint import State, rng_state, set_rng_state
+
+
+@dataclass
+class TrainState:
+    """Weights, optimizer, loss scale, the loader's position, every random generator, and how far the run has come."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    loader: TrainLoader
+    tokenizer: str
+    step: int = 0
+    """Optimizer steps finished."""
+    best_loss: float = float("inf")
+    """Lowest validation loss so far, in nats."""
+
+    def state_dict(self) -> State:
+        return {
+            "model": self.model.state_dict(),
+            "model_config": asdict(self.model.config),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "loader": self.loader.state_dict(),
+            "tokenizer": self.tokenizer,
+            "step": self.step,
+            "best_loss": self.best_loss,
+            "rng": rng_state(),
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scaler.load_state_dict(state["scaler"])
+        self.loader.load_state_dict(state["loader"])
+        self.step, self.best_loss = state["step"], state["best_loss"]
+        set_rng_state(state["rng"])
+
+
+def check_resumable(state: State, model_config: object, tokenizer: str, source: str) -> None:
+    """Refuses to continue a checkpoint with another model or tokenizer.
+
+    Raises:
+        UserError: naming the first setting that differs.
+    """
+    if state["tokenizer"] != tokenizer:
+        raise UserError(
+            f"checkpoint.resume={source} was trained on {state['tokenizer']} tokens, not on {tokenizer}; set data= as then"
+        )
+    saved, asked = state["model_config"], asdict(model_config)
+    for key in ("context_length", "n_layer", "n_head", "n_embd", "vocab_size"):
+        if saved[key] == asked[key]:
+            continue
+        if key == "context_length" and asked[key] > saved[key]:
+            raise UserError(
+                f"model.context_length={asked[key]} is longer than the {saved[key]} positions of "
+                f"checkpoint.resume={source}; set model.context_length={saved[key]}"
+            )
+        raise UserError(
+            f"model.{key}={asked[key]}, but checkpoint.resume={source} has {saved[key]}; set model.{key}={saved[key]}"
+        )
