@@ -42,7 +42,8 @@ def sample(config: SampleConfig) -> None:
     prompt = tokenizer.encode(config.prompt) or [tokenizer.eot]
     if max(prompt) >= shape.vocab_size:
         raise UserError(
-            f"the prompt has token {max(prompt)}, but checkpoint={config.checkpoint} knows {shape.vocab_size}"
+            f"the prompt holds token {max(prompt)}, but checkpoint={config.checkpoint} knows only "
+            f"{shape.vocab_size}; give a prompt without it"
         )
     model.to(compute.device).eval()
     generator = torch.Generator().manual_seed(config.seed)

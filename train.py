@@ -265,7 +265,8 @@ def describe(config: Config, compute: Compute, state: TrainState, tokens: TokenS
     start = f"continuing after step {state.step}" if state.step else "starting"
     return (
         f"GPT-2 of {sum(p.numel() for p in state.model.parameters()) / 1e6:.1f}M parameters: {shape.n_layer} layers, "
-        f"width {shape.n_embd}, {shape.n_head} heads, context {shape.context_length}; attention {attention}; {compute}\n"
+        f"width {shape.n_embd}, {shape.n_head} heads, context {shape.context_length}; {attention} attention; "
+        f"{compute}\n"
         f"{tokens.dir}: {len(tokens.train):,} training and {len(tokens.val):,} validation tokens ({tokens.tokenizer})\n"
         f"{start}, to step {settings.max_steps} of {tokens_in_step(settings, shape):,} tokens"
     )

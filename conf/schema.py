@@ -33,7 +33,7 @@ class TrainConfig:
     eval_interval: int = 100
     """Steps between two evaluations; one more ends the run."""
     eval_tokens: int = 131072
-    """Validation tokens of an evaluation, always the same ones."""
+    """Validation tokens of an evaluation, always the same; best a multiple of batch_size times context_length."""
     log_interval: int = 10
     """Steps between two rows of metrics."""
     seed: int = 1337

@@ -71,8 +71,8 @@ def standard_attention(
 ) -> Tensor:
     """softmax(Q K^T scale) V, with S and P materialised, forward and backward.
 
-    q is (B, T, H, D), k and v are (B, S, G, D) with H a multiple of G, any floating dtype; the output is (B, T, H, D) in
-    q's dtype. A query that sees no key gives zeros. Dropout draws from torch's generator, unless the boolean `keep`
+    q is (B, T, H, D), k and v are (B, S, G, D) with H a multiple of G, any floating dtype; the output is (B, T, H, D)
+    in q's dtype. A query that sees no key gives zeros. Dropout draws from torch's generator, unless the boolean `keep`
     (B, H, T, S) says which probabilities survive, so that the random bits of a kernel can be checked.
     """
     (batch, seq_q, heads, head_dim), (seq_k, kv_heads) = q.shape, k.shape[1:3]

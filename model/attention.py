@@ -1,8 +1,8 @@
 """The attention variants a GPT-2 can be trained with: one registry, one signature.
 
 A variant is called with q (batch, seq_q, heads, head_dim), k and v (batch, seq_k, kv_heads, head_dim), which may be
-strided views of one packed projection, and returns (batch, seq_q, heads, head_dim). Asked for something it cannot do, it
-raises a ValueError that names a variant which can; nothing falls back in silence.
+strided views of one packed projection, and returns (batch, seq_q, heads, head_dim). Asked for something it cannot do,
+it raises a ValueError that names a variant which can; nothing falls back in silence.
 """
 
 from collections.abc import Callable
@@ -67,7 +67,7 @@ class AttentionConfig:
             raise UserError(f"attention.name={self.name} is unknown; choose one of {', '.join(VARIANTS)}")
         if self.backend != "auto" and self.name != "sdpa":
             raise UserError(
-                f"attention.backend={self.backend} belongs to attention=sdpa, not to attention={self.name}; leave it out"
+                f"attention.backend={self.backend} is for attention=sdpa, not for attention={self.name}; leave it out"
             )
         if self.backend not in ("auto", *SDPA_BACKENDS):
             choices = ", ".join(("auto", *SDPA_BACKENDS))
@@ -100,6 +100,7 @@ def check_attention(
     except (ValueError, RuntimeError) as error:
         backend = f" attention.backend={config.backend}" if config.name == "sdpa" else ""
         raise UserError(
-            f"attention={config.name}{backend} cannot run on {device.type} with head_dim {head_dim}, {dtype} and dropout "
-            f"{dropout_p} ({str(error).splitlines()[0]}); choose another attention, or attention.backend=auto with sdpa"
+            f"attention={config.name}{backend} cannot run on {device.type} with head_dim {head_dim}, {dtype} and "
+            f"dropout {dropout_p} ({str(error).splitlines()[0]}); choose another attention, "
+            "or attention.backend=auto with sdpa"
         ) from error

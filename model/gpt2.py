@@ -31,7 +31,7 @@ class ModelConfig:
     context_length: int = 1024
     """Longest sequence, in tokens: rows of the position table."""
     vocab_size: int | None = None
-    """Tokens the model knows; null takes the tokenizer's. The table is padded to a multiple of 64 that is never seen."""
+    """Tokens the model knows; null takes the tokenizer's. The table is padded to a multiple of 64, never seen."""
     dropout: float = 0.0
     """Share dropped of embeddings, attention probabilities and residual branches while training, in [0, 1)."""
     pretrained: str | None = None

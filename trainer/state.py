@@ -54,7 +54,8 @@ def check_resumable(state: State, model_config: object, tokenizer: str, source: 
     """
     if state["tokenizer"] != tokenizer:
         raise UserError(
-            f"checkpoint.resume={source} was trained on {state['tokenizer']} tokens, not on {tokenizer}; set data= as then"
+            f"checkpoint.resume={source} was trained on {state['tokenizer']} tokens, not on {tokenizer}; "
+            f"choose data of the {state['tokenizer']} tokenizer"
         )
     saved, asked = state["model_config"], asdict(model_config)
     for key in ("context_length", "n_layer", "n_head", "n_embd", "vocab_size"):

@@ -1,8 +1,8 @@
 """FlashAttention-2 in plain PyTorch: the tiled algorithm the Triton kernels implement, and what runs on a CPU.
 
-Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning" (2023), Algorithm 1 (forward) and
-Algorithm 2 (backward), in the paper's notation, for all batches and heads at once. Only the output and the logsumexp are
-kept from the forward pass; the backward pass recomputes the probabilities tile by tile.
+Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning" (2023), Algorithm 1 (forward)
+and Algorithm 2 (backward), in the paper's notation, for all batches and heads at once. Only the output and the
+logsumexp are kept from the forward pass; the backward pass recomputes the probabilities tile by tile.
 
 B batch, T query length, S key length, H query heads, G key/value heads, D head size.
 """

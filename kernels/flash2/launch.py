@@ -31,7 +31,7 @@ class Tiles(NamedTuple):
 TILES = {
     16: Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
     32: Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
-    64: Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
+    64: Tiles(Tile(64, 64, 4, 3), Tile(32, 64, 4, 3), Tile(64, 32, 4, 3)),
     128: Tiles(Tile(64, 32, 4, 3), Tile(64, 64, 8, 1), Tile(64, 64, 8, 1)),
     256: Tiles(Tile(64, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
 }

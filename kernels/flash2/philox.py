@@ -24,10 +24,9 @@ def _multiply(constant: int, x: Tensor) -> tuple[Tensor, Tensor]:
     return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)
 
 
-def random_bits(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor) -> Tensor:
-    """First 32-bit word of Philox at the counter (c0, c1, c2, 0), as int64 in [0, 2^32); counters broadcast."""
-    c0, c1, c2 = torch.broadcast_tensors(c0, c1, c2)
-    c3 = torch.zeros_like(c0)
+def random_bits(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> Tensor:
+    """First 32-bit word of Philox at the counter (c0, c1, c2, c3), as int64 in [0, 2^32); counters broadcast."""
+    c0, c1, c2, c3 = torch.broadcast_tensors(c0, c1, c2, c3)
     key_a, key_b = seed & MASK32, (seed >> 32) & MASK32
     for _ in range(10):
         high_a, low_a = _multiply(ROUND_A, c0)
@@ -43,5 +42,5 @@ def keep_mask(seed: Tensor, batch: int, heads: int, rows: range, cols: range, dr
     i = torch.arange(rows.start, rows.stop, device=device)[:, None]
     j = torch.arange(cols.start, cols.stop, device=device)[None, :]
     head = torch.arange(batch * heads, device=device)[:, None, None]
-    kept = (random_bits(seed.reshape(()), j, i, head) >> 1) >= threshold(dropout_p)
+    kept = (random_bits(seed.reshape(()), j, i, head, torch.zeros_like(j)) >> 1) >= threshold(dropout_p)
     return kept.view(batch, heads, len(rows), len(cols))

@@ -1,9 +1,9 @@
 """FlashAttention-2 in Triton: forward and backward, portable over NVIDIA and AMD GPUs and Triton's interpreter.
 
-Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning" (2023), Algorithms 1 and 2. Each
-program owns one tile of queries (forward, dQ) or of keys (dK and dV) and loops over the other side: first the tiles that
-need no mask, then those that do. Softmax runs in base 2, with log2(e) folded into the scale; statistics and accumulators
-are fp32.
+Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning" (2023), Algorithms 1 and 2.
+Each program owns one tile of queries (forward, dQ) or of keys (dK and dV) and loops over the other side, over the tiles
+that need a mask and over those that do not in loops of their own. Softmax runs in base 2, with log2(e) folded into the
+scale; statistics and accumulators are fp32.
 
 M rows of a query tile, N rows of a key tile, D head size padded to a power of two.
 Names: p_ pointer to the first row of one head, s_ stride between rows, b_ tile, o_ offsets.

@@ -1,11 +1,12 @@
 """Compiles every kernel of flash2 for GPUs that are not here, and prints what each needs as JSON lines.
 
-Run in a process of its own, in which Triton does not interpret: python -m tests.kernels.ahead_of_time [target ...]
+Run in a process of its own, in which Triton does not interpret: python -m tests.kernels.ahead_of_time
 """
 
 import itertools
 import json
-import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 
 import torch
 import triton
@@ -21,6 +22,17 @@ TARGETS = {
     "gfx90a": GPUTarget("hip", "gfx90a", 64),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
+# Bytes of shared memory a block may have, by the vendors' programming guides.
+SHARED_MEMORY = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx90a": 65536, "gfx942": 65536}
+# head_dim, dtype, causal, dropout
+SHAPES = [
+    (16, "bf16", True, False),
+    (64, "bf16", False, False),
+    (80, "bf16", True, False),
+    (256, "bf16", True, False),
+    (32, "bf16", False, True),
+    (40, "fp32", True, False),
+]
 POINTER_TYPES = {"logsumexp": "*fp32", "delta": "*fp32", "seed": "*i64"}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -35,7 +47,7 @@ def signature(kernel, constants: dict, dtype: str) -> dict[str, str]:
             types[name] = "constexpr"
         elif name in floats:
             types[name] = "fp32"
-        elif name in integers or name.startswith("s") and "_" in name:
+        elif name in integers or (name.startswith("s") and "_" in name):
             types[name] = "i32"
         else:
             types[name] = POINTER_TYPES.get(name, f"*{dtype}")
@@ -64,16 +76,24 @@ def variants(head_dim: int, dtype: str, causal: bool, dropout: bool):
         yield name, kernel, {**common, **bounded, "M": tile.m, "N": tile.n}, tile
 
 
-def main(targets: list[str]) -> None:
-    shapes = [(d, "bf16", True, False) for d in (16, 40, 64, 80, 96, 128, 256)]
-    shapes += [(64, "bf16", False, False), (64, "bf16", True, True), (64, "fp32", True, False)]
-    for target, shape in itertools.product(targets, shapes):
-        for name, kernel, constants, tile in variants(*shape):
-            compiled = compile_kernel(kernel, constants, tile, shape[1], TARGETS[target])
-            binary = compiled.asm.get("cubin") or compiled.asm.get("hsaco")
-            row = {"target": target, "shape": shape, "kernel": name, "shared": compiled.metadata.shared}
-            print(json.dumps({**row, "bytes": len(binary)}), flush=True)
+def compile_shape(job: tuple) -> list[dict]:
+    """One row per kernel for a (target, shape)."""
+    target, shape = job
+    rows = []
+    for name, kernel, constants, tile in variants(*shape):
+        compiled = compile_kernel(kernel, constants, tile, shape[1], TARGETS[target])
+        binary = compiled.asm.get("cubin") or compiled.asm.get("hsaco")
+        row = {"target": target, "shape": shape, "kernel": name, "shared": compiled.metadata.shared}
+        rows.append({**row, "bytes": len(binary)})
+    return rows
+
+
+def main() -> None:
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        for rows in pool.map(compile_shape, itertools.product(TARGETS, SHAPES)):
+            for row in rows:
+                print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or list(TARGETS))
+    main()

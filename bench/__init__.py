@@ -1,0 +1,1 @@
+"""Benchmarks; what they measured lies in bench/results/<gpu>/."""

@@ -1,0 +1,145 @@
+"""Do the attention variants train the same model? One run each from the same seed: python -m bench.parity --help."""
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+from datetime import date
+from pathlib import Path
+
+import torch
+import triton
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).parents[1]
+VARIANTS = ("naive", "sdpa", "flash2")
+TOLERANCE = 0.02  # nats between the final validation losses
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.parity",
+        description="Trains one model per attention variant from the same seed on the same tokens, and compares.",
+        epilog="Example: python -m bench.parity data=tokens data.dir=tokens/wikipedia",
+    )
+    parser.add_argument("overrides", nargs="*", help="settings of train.py, the same for all (python train.py --help)")
+    parser.add_argument("--variants", default=",".join(VARIANTS), help="which, separated by commas")
+    parser.add_argument("--steps", type=int, default=600, help="optimizer steps of each run")
+    parser.add_argument("--gpu", default="h200", help="folder under bench/results")
+    parser.add_argument("--work", type=Path, default=Path("outputs/parity"), help="folder of the runs")
+    parser.add_argument("--out", type=Path, help="file to write instead of bench/results/<gpu>/parity.json")
+    return parser.parse_args()
+
+
+def train(variant: str, arguments: argparse.Namespace) -> Path:
+    """Runs train.py with one variant, and returns its folder."""
+    folder = arguments.work / variant
+    settings = [
+        f"attention={variant}",
+        f"hydra.run.dir={folder}",
+        f"train.max_steps={arguments.steps}",
+        "wandb.mode=disabled",
+    ]
+    recipe = [
+        "model=gpt2",
+        "train.batch_size=32",
+        "train.eval_interval=100",
+        "train.eval_tokens=360448",
+        "optimizer.lr=6e-4",
+        "optimizer.min_lr=6e-5",
+        "optimizer.warmup_steps=60",
+        "checkpoint.interval=1000000",
+        "train.sample_tokens=64",
+    ]
+    command = [sys.executable, str(ROOT / "train.py"), *recipe, *arguments.overrides, *settings]
+    subprocess.run(command, cwd=ROOT, check=True)
+    return folder
+
+
+def summarise(variant: str, folder: Path) -> dict:
+    """One row of the results from a run's metrics.jsonl: medians over the second half of the run."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    timed = [row for row in rows if "perf/step_ms" in row]
+    timed = timed[len(timed) // 2 :]
+
+    def median(key: str) -> float | None:
+        values = sorted(row[key] for row in timed if key in row)
+        return values[len(values) // 2] if values else None
+
+    losses = [(row["step"], row["train/loss"]) for row in rows if "train/loss" in row]
+    validation = [(row["step"], row["val/loss"]) for row in rows if "val/loss" in row]
+    return {
+        "variant": variant,
+        "steps": rows[-1]["step"],
+        "tokens": rows[-1]["tokens"],
+        "val_loss": validation[-1][1],
+        "tokens_per_second": median("perf/tokens_per_second"),
+        "step_ms": median("perf/step_ms"),
+        "tflops": median("perf/tflops"),
+        "tflops_causal": median("perf/tflops_causal"),
+        "mfu": median("perf/mfu"),
+        "data_wait_fraction": median("perf/data_wait_fraction"),
+        "peak_gib": max((row.get("memory/peak_allocated_gib", 0) for row in rows), default=None),
+        "loss_curve": losses,
+        "val_curve": validation,
+    }
+
+
+def environment() -> dict:
+    """On what, and with which versions, something was measured."""
+    cuda = torch.cuda.is_available()
+    smi = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    git = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+    return {
+        "gpu": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
+        "driver": _output(smi).splitlines()[0] if cuda else None,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "commit": _output(git) or None,
+        "date": date.today().isoformat(),
+    }
+
+
+def _output(command: list[str]) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    except FileNotFoundError:
+        return ""
+
+
+def show(rows: list[dict]) -> None:
+    table = Table(title="training parity")
+    for column in ("attention", "val loss", "tokens/s", "x naive", "TFLOP/s", "MFU", "peak GiB"):
+        table.add_column(column, justify="left" if column == "attention" else "right")
+    naive = next((row["tokens_per_second"] for row in rows if row["variant"] == "naive"), None)
+    for row in rows:
+        table.add_row(
+            row["variant"],
+            f"{row['val_loss']:.4f}",
+            f"{row['tokens_per_second']:,.0f}",
+            f"{row['tokens_per_second'] / naive:.2f}" if naive else "-",
+            f"{row['tflops']:.0f}" if row["tflops"] >= 1 else f"{row['tflops']:.3f}",
+            f"{row['mfu']:.1%}" if row["mfu"] else "-",
+            f"{row['peak_gib']:.1f}" if row["peak_gib"] else "-",
+        )
+    Console(width=100).print(table)
+
+
+def main() -> None:
+    arguments = parse()
+    rows = [summarise(variant, train(variant, arguments)) for variant in arguments.variants.split(",")]
+    out = arguments.out or ROOT / "bench" / "results" / arguments.gpu / "parity.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+    show(rows)
+    losses = [row["val_loss"] for row in rows]
+    spread = max(losses) - min(losses)
+    print(f"final validation losses spread over {spread:.4f} nats (at most {TOLERANCE} wanted); written to {out}")
+    if spread > TOLERANCE:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

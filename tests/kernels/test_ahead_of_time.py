@@ -1,0 +1,31 @@
+"""Every kernel compiles for the GPUs we name, and fits their shared memory, on a machine that has none of them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.kernels.ahead_of_time import SHAPES, SHARED_MEMORY
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def compiled() -> list[dict]:
+    """A row per kernel, shape and target."""
+    command = [sys.executable, "-m", "tests.kernels.ahead_of_time"]
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("target", SHARED_MEMORY)
+def test_kernels_compile_and_fit(target, compiled):
+    rows = [row for row in compiled if row["target"] == target]
+    assert len(rows) == 3 * len(SHAPES) and all(row["bytes"] > 0 for row in rows)
+    for row in rows:
+        assert row["shared"] <= SHARED_MEMORY[target], row

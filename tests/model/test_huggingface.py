@@ -1,0 +1,204 @@
+"""Both ways between this GPT-2 and transformers', which is the oracle of its arithmetic."""
+
+import json
+import shutil
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from errors import UserError
+from model.attention import AttentionConfig, build_attention
+from model.gpt2 import GPT2, ModelConfig
+from model.huggingface import CONFIG, WEIGHTS, find_pretrained, load_pretrained, read_config, save_pretrained
+
+VARIANTS = ("naive", "sdpa", "flash2")
+SHAPE = {"n_layer": 3, "n_head": 3, "n_embd": 48, "n_positions": 64, "vocab_size": 211}
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch, tmp_path):
+    """What HF_HUB_OFFLINE=1 does when it is set before the import, and no cache of this machine."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+
+
+def randomise(model: torch.nn.Module) -> None:
+    """Every weight of a size that matters: biases too, and LayerNorms that are not the identity."""
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(std=0.2)
+            if "ln_" in name and name.endswith("weight"):
+                parameter += 1
+
+
+def release(folder: Path, **changes) -> GPT2LMHeadModel:
+    """A GPT-2 of transformers, saved as the released ones are."""
+    model = GPT2LMHeadModel(GPT2Config(**SHAPE | {"bos_token_id": 210, "eos_token_id": 210} | changes)).eval()
+    randomise(model)
+    model.save_pretrained(folder)
+    return model
+
+
+def load(folder: Path, attention: str = "naive", asked: ModelConfig | None = None) -> GPT2:
+    folder = find_pretrained(str(folder))
+    model = GPT2(read_config(folder, asked), build_attention(AttentionConfig(attention))).eval()
+    load_pretrained(model, folder)
+    return model
+
+
+@pytest.fixture(scope="module")
+def released(tmp_path_factory) -> tuple[Path, GPT2LMHeadModel]:
+    folder = tmp_path_factory.mktemp("released")
+    return folder, release(folder)
+
+
+@pytest.fixture
+def copy(released, tmp_path) -> Path:
+    """A released folder of one's own to damage."""
+    return Path(shutil.copytree(released[0], tmp_path / "copy"))
+
+
+def tokens_of(length: int = 65) -> torch.Tensor:
+    return torch.randint(211, (2, length), generator=torch.Generator().manual_seed(4))
+
+
+def assert_same_model(ours: GPT2, theirs: GPT2LMHeadModel, length: int = 64) -> None:
+    """Logits to 1e-5 of their size, and the loss."""
+    tokens = tokens_of(length)
+    with torch.no_grad():
+        expected = theirs(tokens, labels=tokens)  # which shifts the labels itself
+        logits = ours(tokens)
+        loss = ours(tokens[:, :-1], tokens[:, 1:])
+    assert logits.shape == expected.logits.shape == (2, length, 211)
+    assert (logits - expected.logits).norm() < 1e-5 * expected.logits.norm()
+    assert loss.item() == pytest.approx(expected.loss.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("attention", VARIANTS)
+def test_their_weights_give_their_logits_and_loss_here(released, attention):
+    folder, theirs = released
+    assert_same_model(load(folder, attention), theirs)
+
+
+@pytest.mark.parametrize("attention", VARIANTS)
+def test_our_weights_give_our_logits_and_loss_there(tmp_path, attention):
+    config = ModelConfig(n_layer=3, n_head=3, n_embd=48, context_length=64, vocab_size=211)
+    ours = GPT2(config, build_attention(AttentionConfig(attention))).eval()
+    randomise(ours)
+    save_pretrained(config, ours.state_dict(), tmp_path / "new" / "export", eot=210)
+    theirs, info = GPT2LMHeadModel.from_pretrained(tmp_path / "new" / "export", output_loading_info=True)
+    assert not any(info.values()), info
+    assert theirs.config.eos_token_id == theirs.config.bos_token_id == 210
+    assert theirs.transformer.wte.weight.shape == (211, 48), "the padding stays here"
+    assert_same_model(ours, theirs.eval())
+
+
+def test_an_import_and_export_changes_no_weight(released, tmp_path):
+    folder, _ = released
+    ours = load(folder)
+    save_pretrained(ours.config, ours.state_dict(), tmp_path / "export", eot=210)
+    before, after = load_file(folder / WEIGHTS), load_file(tmp_path / "export" / WEIGHTS)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_the_padding_of_an_imported_table_is_zero(released):
+    table = load(released[0]).wte.weight
+    assert table.shape == (256, 48)
+    assert torch.all(table[211:] == 0)
+
+
+def test_weights_saved_without_the_prefix_of_the_language_model_load(released, copy):
+    """The hub's gpt2 names its weights h.0..., not transformer.h.0..., and carries attention masks as buffers."""
+    weights = {name.removeprefix("transformer."): weight for name, weight in load_file(copy / WEIGHTS).items()}
+    weights |= {f"h.{layer}.attn.bias": torch.ones(1, 1, 64, 64).tril() for layer in range(3)}
+    save_file(weights, copy / WEIGHTS)
+    assert_same_model(load(copy), released[1])
+
+
+def test_a_shorter_context_takes_the_first_positions(released):
+    folder, theirs = released
+    asked = ModelConfig(n_layer=1, n_head=1, n_embd=1, context_length=20, dropout=0.1, pretrained="this")
+    ours = load(folder, asked=asked)
+    assert ours.config == ModelConfig(
+        n_layer=3, n_head=3, n_embd=48, context_length=20, vocab_size=211, dropout=0.1, pretrained="this"
+    )
+    assert_same_model(ours, theirs, length=20)
+
+
+def test_a_longer_context_is_refused_with_the_longest_there_is(released):
+    with pytest.raises(UserError, match="model.context_length=65 .* set model.context_length=64 or less"):
+        load(released[0], asked=ModelConfig(context_length=65))
+
+
+def test_another_architecture_is_refused(copy):
+    (copy / CONFIG).write_text(json.dumps({"model_type": "llama", "n_positions": 64}))
+    with pytest.raises(UserError, match="holds a llama, not a gpt2"):
+        load(copy)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"activation_function": "relu"},
+        {"layer_norm_epsilon": 1e-2},
+        {"scale_attn_weights": False},
+        {"scale_attn_by_inverse_layer_idx": True},
+        {"tie_word_embeddings": False},
+        {"n_inner": 96},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_a_gpt2_of_other_arithmetic_is_refused_or_computed_as_it_asks(tmp_path, changes):
+    """config.json can ask for a variation that has the same weights, such as stanford-crfm's scaling by the layer."""
+    theirs = release(tmp_path, **changes)
+    try:
+        ours = load(tmp_path)
+    except UserError:
+        return
+    assert_same_model(ours, theirs)
+
+
+@pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
+def test_a_folder_without_one_of_its_files_is_refused_by_its_name(copy, name):
+    (copy / name).unlink()
+    with pytest.raises(UserError, match=f"model.pretrained=.* holds no {name}"):
+        load(copy)
+
+
+@pytest.mark.parametrize("share", [0, 0.0001, 0.02, 0.5, 0.999], ids=lambda share: f"{share:.2%} of it")
+def test_truncated_weights_are_refused_by_name(copy, share):
+    whole = (copy / WEIGHTS).read_bytes()
+    (copy / WEIGHTS).write_bytes(whole[: int(share * len(whole))])
+    with pytest.raises(UserError, match=f"{WEIGHTS} is broken"):
+        load(copy)
+
+
+@pytest.mark.parametrize("text", ["", '{"model_type": "gpt2", "n_lay', "[]", '{"model_type": "gpt2"}'])
+def test_a_broken_description_is_refused_by_name(copy, text):
+    (copy / CONFIG).write_text(text)
+    with pytest.raises(UserError, match=CONFIG):
+        load(copy)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("n_embd", 96), ("n_layer", 4), ("n_layer", 2), ("n_positions", 128), ("vocab_size", 250), ("vocab_size", 130)],
+)
+def test_a_description_of_other_weights_than_those_beside_it_is_refused(copy, key, value):
+    """Whatever the file lacks would be left at random or zero, and what it has too much would be left out."""
+    description = json.loads((copy / CONFIG).read_text())
+    (copy / CONFIG).write_text(json.dumps(description | {key: value}))
+    with pytest.raises(UserError, match=WEIGHTS):
+        load(copy)
+
+
+@pytest.mark.parametrize("source", ["nobody/no-such-gpt2", "./no/such/folder", "no-such-gpt2"])
+def test_a_name_that_is_neither_here_nor_in_reach_is_refused(source):
+    with pytest.raises(UserError, match=f"checkpoint={source} is no folder.*check the name and the network"):
+        find_pretrained(source, key="checkpoint")

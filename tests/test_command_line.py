@@ -1,0 +1,177 @@
+"""The command line: every mistake is one sentence, at once, with nothing left behind; help names all there is."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.e2e import ROOT, TINY, run, subprocess_environment, train
+
+pytest_plugins = ["tests.e2e"]
+
+REFUSALS = {
+    "unknown attention": ("attention=flash9", ["attention=flash9", "did you mean flash2?", "naive, sdpa"]),
+    "misspelt key": ("model.context_lenght=512", ["model.context_lenght", "did you mean context_length?"]),
+    "misspelt nested key": ("train.max_step=5", ["train.max_step", "did you mean max_steps?"]),
+    "unknown top-level key": ("trian.max_steps=5", ["trian", "did you mean train?"]),
+    "unknown top-level key without a like": ("colour=red", ["colour", "attention, model, data"]),
+    "wrong type": ("model.n_layer=abc", ["model.n_layer", "abc", "nteger"]),
+    "wrong boolean": ("train.compile=maybe", ["train.compile", "maybe", "bool"]),
+    "missing token file": ("data.dir=nowhere", ["nowhere/train.bin does not exist", "set data.dir"]),
+    "batch that does not divide": (
+        "train.global_batch_size=10 train.batch_size=4",
+        ["train.global_batch_size=10", "train.batch_size=4", "set train.global_batch_size=8"],
+    ),
+    "accumulation given twice": (
+        "train.global_batch_size=8 train.batch_size=4 train.grad_accumulation=4",
+        ["train.global_batch_size=8", "train.grad_accumulation=4", "leave one of the two out"],
+    ),
+    "backend of another attention": (
+        "attention=naive attention.backend=flash",
+        ["attention.backend=flash", "attention=sdpa", "attention=naive"],
+    ),
+    "unknown backend": ("attention=sdpa attention.backend=fast", ["attention.backend=fast", "cudnn"]),
+    "backend of another device": (
+        "attention=sdpa attention.backend=cudnn",
+        ["attention.backend=cudnn", "cpu", "attention.backend=auto"],
+    ),
+    "head size of another attention": (
+        "attention=flash2 model.n_embd=16",
+        ["attention=flash2", "head sizes from 16", "attention=sdpa"],
+    ),
+    "width that does not divide": ("model.n_embd=33", ["model.n_embd=33", "model.n_head=2"]),
+    "no layers": ("model.n_layer=0", ["model.n_layer=0", "at least 1"]),
+    "fp16 on a CPU": ("precision=fp16", ["precision=fp16", "precision=fp32"]),
+    "unknown device": ("device=tpu", ["device=tpu", "auto, cpu, cuda"]),
+    "nothing to resume": ("checkpoint.resume=nowhere", ["checkpoint.resume=nowhere", "step-*.pt"]),
+    "auto without a folder": ("checkpoint.resume=auto", ["checkpoint.resume=auto", "checkpoint.dir=FOLDER"]),
+    "unknown wandb mode": ("wandb.mode=sometimes", ["wandb.mode", "sometimes", "online, offline or disabled"]),
+    "no equals sign": ("model.n_layer", ["model.n_layer", "--help"]),
+    "unclosed bracket": ("wandb.tags=[a", ["wandb.tags=[a", "--help"]),
+    "appended key": ("+model.foo=1", ["model.foo", "n_layer"]),
+    "context longer than the corpus": ("model.context_length=9999", ["train.bin", "model.context_length"]),
+    "token outside the vocabulary": ("model.vocab_size=100", ["model.vocab_size=100", "257", "byte"]),
+    "unknown tokenizer": ("data.tokenizer=words", ["data.tokenizer=words", "byte, gpt2"]),
+    "negative learning rate": ("optimizer.lr=-1", ["optimizer.lr=-1", "at least 0"]),
+    "unknown recipe": ("experiment=gpt2-124", ["experiment=gpt2-124", "did you mean gpt2-124m?"]),
+}
+
+
+def files_below(folder: Path) -> set[Path]:
+    return {path for path in folder.rglob("*") if path != folder / "run"}
+
+
+def assert_refused(outcome, words: list[str], workplace: Path, before: set[Path]) -> None:
+    assert outcome.code != 0
+    assert outcome.out == ""
+    (sentence,) = outcome.err.splitlines()
+    assert sentence.startswith("error: ") and "Traceback" not in sentence
+    assert [word for word in words if word not in sentence] == [], sentence
+    assert files_below(workplace) == before
+    run_folder = workplace / "run"
+    assert not run_folder.exists() or not any(run_folder.iterdir())
+
+
+@pytest.mark.parametrize("mistake", REFUSALS)
+def test_mistake_is_refused_in_one_sentence(workplace, mistake):
+    overrides, words = REFUSALS[mistake]
+    before = files_below(workplace)
+    assert_refused(train("run", *overrides.split()), words, workplace, before)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a GPU that must not be there")
+def test_gpu_is_refused_where_there_is_none(workplace):
+    before = files_below(workplace)
+    assert_refused(train("run", "device=cuda"), ["device=cuda", "device=cpu"], workplace, before)
+
+
+def test_tokens_without_a_folder_are_refused(workplace):
+    before = files_below(workplace)
+    overrides = [override for override in TINY if not override.startswith("data.dir")]
+    outcome = run("train.py", *overrides, "hydra.run.dir=run")
+    assert_refused(outcome, ["data.dir", "data.dir=..."], workplace, before)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("model.context_length=64", ["model.context_length=64", "32 positions", "set model.context_length=32"]),
+        ("model.n_layer=3", ["model.n_layer=3", "set model.n_layer=2"]),
+        ("model.n_embd=64", ["model.n_embd=64", "set model.n_embd=32"]),
+        ("train.seed=1", ["seed=1", "set train.seed"]),
+    ],
+)
+def test_checkpoint_of_another_run_is_refused(workplace, trained, override, words):
+    before = files_below(workplace)
+    outcome = train("run", f"checkpoint.resume={trained}", "train.max_steps=31", override)
+    assert_refused(outcome, words, workplace, before)
+
+
+def test_context_longer_than_the_pretrained_positions_is_refused(workplace, exported):
+    before = files_below(workplace)
+    words = ["model.context_length=64", "32 positions", "model.pretrained", "set model.context_length=32"]
+    outcome = train("run", f"model.pretrained={exported}", "model.context_length=64")
+    assert_refused(outcome, words, workplace, before)
+
+
+def test_token_outside_the_vocabulary_is_refused_with_its_offset(workplace):
+    """A file of GPT-2's tokens that is read as bytes."""
+    content = bytearray(Path("tokens/train.bin").read_bytes())
+    content[1001] = 7  # token 500 is now above 256
+    Path("tokens/train.bin").write_bytes(content)
+    outcome = train("run", "train.max_steps=300")
+    assert outcome.code == 2
+    (sentence,) = outcome.err.splitlines()
+    assert "train.bin" in sentence and "byte 1000" in sentence and "data.tokenizer" in sentence
+
+
+def test_process_refuses_and_helps_without_a_traceback(workplace):
+    """What the other tests see inside their own process holds for a real one."""
+    command = [sys.executable, str(ROOT / "train.py")]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": subprocess_environment()}
+    refused = subprocess.Popen([*command, "model.context_lenght=512"], **pipes)
+    helped = subprocess.Popen([*command, "--help"], **pipes)
+    out, err = refused.communicate(timeout=60)
+    assert refused.returncode == 2 and out == ""
+    assert err.startswith("error: model.context_lenght is no setting (did you mean context_length?)")
+    assert len(err.splitlines()) == 1
+    out, err = helped.communicate(timeout=60)
+    assert helped.returncode == 0 and err == ""
+    assert out.startswith("Train a GPT-2") and "Examples:" in out
+    assert {path.name for path in workplace.iterdir()} <= {"tokens", "outputs"}
+
+
+def test_help_names_every_group_and_choice_and_the_keys_used_most(workplace):
+    out = run("train.py", "--help").ok().out
+    groups = [folder for folder in (ROOT / "conf").iterdir() if folder.is_dir() and any(folder.glob("*.yaml"))]
+    lines = {words[0]: line for line in out.splitlines() if (words := line.split())}
+    for group in groups:
+        for choice in group.glob("*.yaml"):
+            assert choice.stem in lines[group.name], f"{group.name}={choice.stem}"
+    keys = ("model.context_length", "train.batch_size", "train.grad_accumulation", "train.max_steps", "optimizer.lr")
+    keys += ("train.eval_interval", "train.seed", "train.compile", "checkpoint.resume", "checkpoint.dir", "wandb.mode")
+    assert [key for key in (*keys, "device") if key not in out] == []
+    assert "python train.py attention=flash2" in out and "checkpoint.resume=auto" in out
+    assert max(map(len, out.splitlines())) <= 120
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("sample.py", ["python sample.py checkpoint=", "prompt", "temperature", "top_k", "num_samples"]),
+        ("export.py", ["python export.py checkpoint=", "to="]),
+        ("data/prepare.py", ["python -m data.prepare data=text", "data.source", "data.tokenizer", "data.val_fraction"]),
+    ],
+)
+def test_other_scripts_help(workplace, script, words):
+    out = run(script, "--help").ok().out
+    assert [word for word in words if word not in out] == []
+    assert not any(path.name != "tokens" for path in workplace.iterdir())
+
+
+def test_configuration_can_be_shown_without_a_run(workplace):
+    out = run("train.py", "--cfg", "job").ok().out
+    assert "context_length: 256" in out and "resume: null" in out
+    assert [path.name for path in workplace.iterdir()] == ["tokens"]

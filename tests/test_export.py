@@ -1,0 +1,38 @@
+"""export.py: what it writes is a GPT-2 to Hugging Face."""
+
+import pytest
+import torch
+
+from kernels.standard import standard_attention
+from model.gpt2 import GPT2, ModelConfig
+from tests.e2e import load, run
+
+pytest_plugins = ["tests.e2e"]
+
+
+def test_exported_model_gives_the_same_logits_in_transformers(trained, exported):
+    transformers = pytest.importorskip("transformers")
+    state = load(trained / "checkpoints" / "step-00000030.pt")
+    ours = GPT2(ModelConfig(**state["model_config"]), standard_attention).eval()
+    ours.load_state_dict(state["model"])
+    theirs, report = transformers.GPT2LMHeadModel.from_pretrained(exported, output_loading_info=True)
+    assert not any(report.values())
+    tokens = torch.arange(64).view(2, 32) * 4
+    with torch.no_grad():
+        torch.testing.assert_close(theirs.eval()(tokens).logits, ours(tokens), rtol=1e-5, atol=1e-5)
+    assert theirs.config.eos_token_id == 256 and theirs.config.n_positions == 32
+
+
+def test_folder_with_something_in_it_is_refused_and_left_as_it_is(trained, tmp_path):
+    (tmp_path / "config.json").write_text("mine")
+    outcome = run("export.py", f"checkpoint={trained}", f"to={tmp_path}")
+    assert outcome.code == 2
+    (sentence,) = outcome.err.splitlines()
+    assert f"to={tmp_path}" in sentence and "give a new one" in sentence
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+    assert (tmp_path / "config.json").read_text() == "mine"
+
+
+def test_destination_is_asked_for(trained):
+    outcome = run("export.py", f"checkpoint={trained}")
+    assert outcome.code == 2 and "to=..." in outcome.err

@@ -1,0 +1,129 @@
+"""sample.py on checkpoints of this trainer and on a Hugging Face folder."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from model import generate as generation
+from tests.e2e import load, run
+
+pytest_plugins = ["tests.e2e"]
+
+
+def sample(*overrides: str):
+    return run("sample.py", "device=cpu", "max_tokens=40", *overrides)
+
+
+def test_same_seed_gives_the_same_text(trained):
+    texts = [
+        sample(f"checkpoint={trained}", "prompt='1 + 1'", "temperature=1", f"seed={seed}").ok().out
+        for seed in (1, 1, 2)
+    ]
+    assert texts[0] == texts[1] != texts[2]
+    assert texts[0].startswith("1 + 1") and len(texts[0]) > 20
+
+
+def test_several_samples_differ_and_each_starts_with_the_prompt(trained):
+    samples = sample(f"checkpoint={trained}", "prompt=7", "num_samples=3", "temperature=1").ok().out.split("-" * 80)
+    assert len(set(samples)) == 3
+    assert all(text.strip().startswith("7") for text in samples)
+
+
+@pytest.mark.parametrize("attention", ["naive", "sdpa", "flash2"])
+def test_temperature_zero_is_deterministic_and_past_the_context_too(trained, attention):
+    """100 tokens of a model whose context is 32."""
+    options = (f"checkpoint={trained}", "prompt='12 + '", "temperature=0", "max_tokens=100")
+    texts = {sample(*options, f"attention={name}", f"seed={i}").ok().out for i, name in enumerate((attention, "naive"))}
+    assert len(texts) == 1
+    assert len(texts.pop()) > 100
+
+
+def test_text_streams_token_by_token(trained, monkeypatch):
+    lengths = []
+    generate = generation.generate
+
+    def watched(*args, **kwargs):
+        for token in generate(*args, **kwargs):
+            yield token
+            lengths.append(len(sys.stdout.getvalue()))
+
+    monkeypatch.setattr(generation, "generate", watched)
+    sample(f"checkpoint={trained}", "prompt=ab", "max_tokens=5", "temperature=0").ok()
+    assert lengths == [3, 4, 5, 6, 7]
+
+
+def test_checkpoint_is_a_file_or_a_folder(trained):
+    newest = trained / "checkpoints" / "step-00000030.pt"
+    places = (trained, trained / "checkpoints", newest)
+    assert len({sample(f"checkpoint={place}", "temperature=0").ok().out for place in places}) == 1
+    sample(f"checkpoint={trained / 'checkpoints' / 'best.pt'}").ok()
+
+
+def test_hugging_face_folder_is_sampled_with_gpt2s_vocabulary(tmp_path, gpt2_tokenizer):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    shape = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=32, n_positions=64)
+    model = transformers.GPT2LMHeadModel(shape).eval()
+    model.save_pretrained(tmp_path / "gpt2")
+    prompt = "Once upon a time"
+    expected = gpt2_tokenizer.encode(prompt)
+    for _ in range(10):
+        expected.append(int(model(torch.tensor([expected])).logits[0, -1].argmax()))
+    outcome = sample(f"checkpoint={tmp_path / 'gpt2'}", f"prompt='{prompt}'", "temperature=0", "max_tokens=10").ok()
+    assert outcome.out.rstrip("\n") == gpt2_tokenizer.decode(expected).rstrip("\n")
+
+
+def damage(trained: Path, folder: Path) -> dict[str, tuple[Path, str]]:
+    """Checkpoints that are none, and what is to be said of each."""
+    folder.joinpath("empty").mkdir()
+    folder.joinpath("notes.pt").write_text("not a checkpoint")
+    torch.save({"weights": torch.zeros(3)}, folder / "foreign.pt")
+    whole = (trained / "checkpoints" / "step-00000030.pt").read_bytes()
+    folder.joinpath("torn.pt").write_bytes(whole[: len(whole) // 2])
+    state = load(trained / "checkpoints" / "step-00000030.pt")
+    del state["model"]["ln_f.weight"]
+    torch.save(state, folder / "partial.pt")
+    return {
+        "empty": (folder / "empty", "neither a checkpoint nor a folder of them"),
+        "text": (folder / "notes.pt", "no readable checkpoint"),
+        "foreign": (folder / "foreign.pt", "not a checkpoint of this trainer"),
+        "torn": (folder / "torn.pt", "no readable checkpoint"),
+    }
+
+
+@pytest.mark.parametrize("kind", ["empty", "text", "foreign", "torn"])
+def test_bad_checkpoint_is_refused_in_one_sentence(trained, tmp_path, kind):
+    path, words = damage(trained, tmp_path)[kind]
+    for script, more in (("sample.py", ()), ("export.py", (f"to={tmp_path / 'out'}",))):
+        outcome = run(script, f"checkpoint={path}", *more)
+        assert outcome.code == 2 and outcome.out == ""
+        (sentence,) = outcome.err.splitlines()
+        assert words in sentence and str(path) in sentence and "checkpoint" in sentence and "give" in sentence
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("temperature=-1", ["temperature=-1", "at least 0"]),
+        ("top_k=0", ["top_k=0", "null"]),
+        ("top_p=1.5", ["top_p=1.5", "at most 1"]),
+        ("num_samples=0", ["num_samples=0", "at least 1"]),
+        ("attention=flash9", ["attention=flash9", "did you mean flash2?"]),
+        ("temprature=1", ["temprature", "did you mean temperature?"]),
+        ("max_tokens=many", ["max_tokens", "many"]),
+    ],
+)
+def test_bad_setting_is_refused_in_one_sentence(trained, override, words):
+    outcome = sample(f"checkpoint={trained}", override)
+    assert outcome.code == 2 and outcome.out == ""
+    (sentence,) = outcome.err.splitlines()
+    assert all(word in sentence for word in words)
+
+
+def test_missing_checkpoint_is_asked_for():
+    outcome = sample()
+    assert outcome.code == 2
+    assert "checkpoint=..." in outcome.err and len(outcome.err.splitlines()) == 1

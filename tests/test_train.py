@@ -1,0 +1,280 @@
+"""Whole runs of train.py on a CPU: what they write, and how they stop and continue."""
+
+import math
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from conf.schema import Config
+from model.gpt2 import GPT2
+from tests.e2e import ROOT, TINY, at_call, curve, load, rows, run, subprocess_environment, train
+from trainer.checkpoint import Checkpoints
+
+pytest_plugins = ["tests.e2e"]
+
+LOSSES = ("train/loss", "train/perplexity", "train/grad_norm", "train/lr", "val/loss", "val/perplexity")
+DEMANDING = ("train.max_steps=40", "train.grad_accumulation=2", "model.dropout=0.2", "checkpoint.interval=10")
+# train.py, but slow enough for a test to end it at a given step.
+SLOW_TRAINER = """
+import time, train
+quick_step = train.train_step
+train.train_step = lambda *args: (time.sleep(0.1), quick_step(*args))[1]
+train.launch(train.train, "config")
+"""
+
+
+def start(*command: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=subprocess_environment(),
+    )
+
+
+def wait_for_step(step: int, folder: str, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        if Path(folder, "metrics.jsonl").exists() and f'{{"step": {step},' in Path(folder, "metrics.jsonl").read_text():
+            return
+        time.sleep(0.01)
+    process.kill()
+    raise AssertionError(f"step {step} was not reached: {process.communicate()}")
+
+
+def scramble_generators() -> None:
+    torch.manual_seed(random.randrange(2**32))
+    np.random.seed(random.randrange(2**32))
+
+
+def assert_same_run(one: str, other: str) -> None:
+    assert [step for step, *_ in curve(one)] == list(range(1, 41))
+    assert curve(one, *LOSSES) == curve(other, *LOSSES)
+    for name in ("step-00000040.pt", "best.pt"):
+        ours, theirs = (load(Path(folder, "checkpoints", name)) for folder in (one, other))
+        assert ours["step"] == theirs["step"] and ours["best_loss"] == theirs["best_loss"]
+        torch.testing.assert_close(ours["model"], theirs["model"], rtol=0, atol=0)
+        torch.testing.assert_close(ours["optimizer"], theirs["optimizer"], rtol=0, atol=0)
+        assert torch.equal(ours["rng"]["torch"], theirs["rng"]["torch"])
+
+
+def test_run_killed_with_sigkill_continues_bit_for_bit(workplace):
+    killed = (*TINY, *DEMANDING, "attention=flash2", "hydra.run.dir=killed")
+    killed += ("checkpoint.dir=killed/checkpoints", "checkpoint.resume=auto")
+    process = start("-c", SLOW_TRAINER, *killed)
+    train("whole", *DEMANDING, "attention=flash2").ok()
+    wait_for_step(23, "killed", process)
+    process.kill()
+    process.communicate()
+    assert sorted(path.name for path in Path("killed/checkpoints").glob("step-*")) == [
+        "step-00000010.pt",
+        "step-00000020.pt",
+    ]
+    # What a kill in the midst of writing leaves.
+    Path("killed/checkpoints/step-00000030.partial").write_bytes(b"PK")
+    with open("killed/metrics.jsonl", "a") as metrics:
+        metrics.write('{"step": 24, "tok')
+    scramble_generators()
+    assert "continuing after step 20" in run("train.py", *killed).ok().out
+    assert_same_run("killed", "whole")
+
+
+@pytest.mark.parametrize("attention", ["naive", "sdpa"])
+def test_run_that_broke_off_continues_bit_for_bit(workplace, monkeypatch, attention):
+    train("whole", *DEMANDING, f"attention={attention}").ok()
+    broken = ("broken", *DEMANDING, f"attention={attention}", "checkpoint.dir=broken/checkpoints")
+    broken += ("checkpoint.resume=auto",)
+
+    def pull_the_plug():
+        raise MemoryError
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(Checkpoints, "save", at_call(3, pull_the_plug, Checkpoints.save))
+        train(*broken)
+    assert curve("broken")[-1] == (30,)
+    scramble_generators()
+    train(*broken).ok()
+    assert_same_run("broken", "whole")
+
+
+def test_sigterm_and_sigint_save_a_checkpoint_and_say_how_to_continue(workplace):
+    signals = {"terminated": signal.SIGTERM, "interrupted": signal.SIGINT}
+    endless = (*TINY, "train.max_steps=1000000", "train.eval_interval=1000000")
+    processes = {name: start(str(ROOT / "train.py"), *endless, f"hydra.run.dir={name}") for name in signals}
+    for name, number in signals.items():
+        wait_for_step(3, name, processes[name])
+        processes[name].send_signal(number)
+        out, err = processes[name].communicate(timeout=60)
+        assert processes[name].returncode == 128 + number
+        assert "Traceback" not in out + err
+        step, remedy = re.search(rf"{number.name}.* step (\d+).*(checkpoint\.resume=\S+)", out).groups()
+        assert curve(name) == [(i,) for i in range(1, int(step) + 1)]
+        train(name, remedy, f"train.max_steps={int(step) + 2}").ok()
+        assert curve(name) == [(i,) for i in range(1, int(step) + 3)]
+
+
+@pytest.mark.parametrize("moment", ["evaluation", "saving"])
+def test_signal_between_steps_loses_no_step(workplace, monkeypatch, moment):
+    """A signal during an evaluation or while a checkpoint is written ends the run as well as one during a step."""
+    method = {"evaluation": "save_best", "saving": "save"}[moment]
+    terminate = at_call(1, lambda: os.kill(os.getpid(), signal.SIGTERM), getattr(Checkpoints, method))
+    monkeypatch.setattr(Checkpoints, method, terminate)
+    outcome = train("run", "train.max_steps=60", "train.eval_interval=12", "checkpoint.interval=16")
+    assert outcome.code == 128 + signal.SIGTERM
+    stopped = curve("run")[-1][0]
+    assert stopped < 20
+    assert f"checkpoint.resume=run/checkpoints/step-{stopped:08d}.pt" in outcome.out.replace(f"{workplace}/", "")
+    assert load(f"run/checkpoints/step-{stopped:08d}.pt")["step"] == stopped
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf], ids=["nan", "infinite"])
+def test_loss_that_is_not_finite_stops_the_run_with_finite_weights_saved(workplace, monkeypatch, value):
+    forward, calls = GPT2.forward, 0
+
+    def spoilt(self, *args, **kwargs):
+        nonlocal calls
+        calls += 1
+        return forward(self, *args, **kwargs) * (value if calls == 7 else 1)
+
+    monkeypatch.setattr(GPT2, "forward", spoilt)
+    outcome = train("run", "train.max_steps=40", "train.log_interval=3")
+    assert outcome.code == 2
+    assert len(outcome.err.splitlines()) == 1
+    assert f"the loss was {value}" in outcome.err and "at step 7;" in outcome.err and "optimizer.lr" in outcome.err
+    path = Path(re.search(r"\S+step-\d+\.pt", outcome.err).group())
+    state = load(path)
+    assert all(weight.isfinite().all() for weight in state["model"].values())
+    for moments in state["optimizer"]["state"].values():
+        assert all(value.isfinite().all() for value in moments.values())
+    monkeypatch.undo()
+    os.chdir(workplace)
+    train("run", f"checkpoint.resume={path}", "train.max_steps=12").ok()
+    assert curve("run")[-1] == (12,)
+
+
+def test_metrics_are_those_of_the_design(workplace):
+    outcome = train("run", "train.max_steps=21", "train.grad_accumulation=2", "train.log_interval=2").ok()
+    assert "outputs in" in outcome.out and "run" in outcome.out.splitlines()[-1]
+    logged = rows("run")
+    assert [row["step"] for row in logged] == [*range(2, 21, 2), 21]
+    training = {"train/loss", "train/perplexity", "train/lr", "train/grad_norm"}
+    performance = {"perf/tokens_per_second", "perf/step_ms", "perf/tflops", "perf/tflops_causal"}
+    performance |= {"perf/data_wait_fraction", "memory/peak_rss_gib"}
+    for row in logged:
+        evaluation = {"val/loss", "val/perplexity"} if row["step"] in (10, 20, 21) else set()
+        assert row.keys() == {"step", "tokens"} | training | performance | evaluation
+        assert row["tokens"] == row["step"] * 2 * 2 * 32
+        for split in ("train", "val"):
+            if f"{split}/loss" in row:
+                assert row[f"{split}/perplexity"] == pytest.approx(math.exp(row[f"{split}/loss"]))
+        assert 0 < row["perf/tflops_causal"] < row["perf/tflops"]
+        assert 0 <= row["perf/data_wait_fraction"] <= 1
+    assert logged[-1]["train/loss"] < logged[0]["train/loss"] - 0.5
+    assert logged[0]["train/lr"] == pytest.approx(1e-2 * 2 / 5)
+
+
+def test_timing_leaves_out_evaluation_and_checkpoints(workplace, monkeypatch):
+    def slow(function):
+        return lambda *args: (time.sleep(1), function(*args))[1]
+
+    monkeypatch.setattr(Checkpoints, "save", slow(Checkpoints.save))
+    monkeypatch.setattr(Checkpoints, "save_best", slow(Checkpoints.save_best))
+    train("run", "train.max_steps=8", "train.log_interval=4", "train.eval_interval=3", "checkpoint.interval=6").ok()
+    assert all(row["perf/step_ms"] < 250 for row in rows("run") if "perf/step_ms" in row)
+
+
+def test_saved_configuration_is_the_one_that_ran(workplace, trained):
+    train("run", "train.max_steps=1", "model.dropout=0.1", "wandb.tags=[a,b]", "precision=bf16").ok()
+    saved = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load("run/config.yaml")))
+    assert isinstance(saved, Config)
+    assert (saved.model.n_embd, saved.model.dropout, saved.train.max_steps) == (32, 0.1, 1)
+    assert (saved.attention.name, saved.precision.name, saved.wandb.tags) == ("flash2", "bf16", ["a", "b"])
+    assert saved.optimizer.lr == 1e-2 and saved.data.dir == "tokens" and saved.device == "cpu"
+    OmegaConf.save(OmegaConf.structured(saved), "again.yaml")
+    assert Path("again.yaml").read_text() == Path("run/config.yaml").read_text()
+
+
+def test_accumulated_gradients_give_the_same_losses_as_a_larger_batch(workplace):
+    train("large", "train.max_steps=15", "train.batch_size=4").ok()
+    train("small", "train.max_steps=15", "train.batch_size=2", "train.grad_accumulation=2").ok()
+    train("global", "train.max_steps=15", "train.batch_size=2", "train.global_batch_size=4").ok()
+    for (_, *large), (_, *small) in zip(curve("large", *LOSSES[:3]), curve("small", *LOSSES[:3]), strict=True):
+        assert small == pytest.approx(large, rel=1e-4)
+    assert curve("global", *LOSSES) == curve("small", *LOSSES)
+
+
+def test_validation_tokens_and_dropout_are_the_same_at_every_evaluation(workplace):
+    """With a learning rate of zero nothing but the tokens could change the validation loss."""
+    frozen = ("optimizer.lr=0", "optimizer.min_lr=0", "model.dropout=0.3", "train.eval_interval=2")
+    train("run", *frozen, "train.max_steps=8", "train.eval_tokens=100").ok()
+    assert len({row["val/loss"] for row in rows("run") if "val/loss" in row}) == 1
+    assert len({row["train/loss"] for row in rows("run")}) == 8
+    train("larger_batches", *frozen, "train.max_steps=2", "train.eval_tokens=100", "train.batch_size=4").ok()
+    assert rows("larger_batches")[-1]["val/loss"] == pytest.approx(rows("run")[-1]["val/loss"], rel=1e-5)
+
+
+def test_newest_checkpoints_and_the_best_are_kept(workplace, monkeypatch):
+    settings = ("train.max_steps=24", "train.eval_interval=6", "checkpoint.interval=5", "checkpoint.keep=3")
+    train("run", *settings, "checkpoint.dir=elsewhere", "optimizer.lr=0.3").ok()
+    assert sorted(path.name for path in Path("elsewhere").iterdir()) == [
+        "best.pt",
+        *(f"step-{step:08d}.pt" for step in (15, 20, 24)),
+    ]
+    losses = {row["step"]: row["val/loss"] for row in rows("run") if "val/loss" in row}
+    best = load("elsewhere/best.pt")
+    assert losses.keys() == {6, 12, 18, 24}
+    assert (best["step"], best["best_loss"]) == min(losses.items(), key=lambda item: item[1])
+
+
+def test_bare_nanogpt_files_train_with_gpt2s_vocabulary(workplace):
+    """data=tokens alone, as for files of nanoGPT: no meta.json, and the tokenizer that nanoGPT uses."""
+    assert sorted(path.name for path in Path("tokens").iterdir()) == ["train.bin", "val.bin"]
+    train("run", "data.tokenizer=gpt2", "train.max_steps=2").ok()
+    assert load("run/checkpoints/step-00000002.pt")["model_config"]["vocab_size"] == 50257
+    assert rows("run")[0]["train/loss"] == pytest.approx(math.log(50257), rel=0.05)
+
+
+def test_pretrained_weights_are_where_training_starts(workplace, trained, exported):
+    train("run", f"model.pretrained={exported}", "optimizer.lr=0", "optimizer.min_lr=0", "train.max_steps=1").ok()
+    before, after = ([row["val/loss"] for row in rows(folder) if "val/loss" in row][-1] for folder in (trained, "run"))
+    assert after == pytest.approx(before, rel=1e-5)
+
+
+def test_prepared_text_trains(workplace):
+    Path("texts").mkdir()
+    for i in range(40):
+        Path(f"texts/{i}.txt").write_text(f"{i} green bottles hanging on the wall. " * 10)
+    source = ("data=text", "data.source=texts/*.txt", "data.dir=bottles", "data.tokenizer=byte")
+    prepared = run("data/prepare.py", *source, "data.val_fraction=0.2").ok()
+    assert "40 documents" in prepared.out
+    train("run", "data.dir=bottles", "train.max_steps=10").ok()
+    assert rows("run")[-1]["train/loss"] < rows("run")[0]["train/loss"] - 0.5
+
+
+def test_built_in_corpus_trains_and_ends_with_a_sample(workplace):
+    short = ("train.max_steps=3", "train.eval_tokens=1024", "train.batch_size=2", "wandb.mode=disabled", "device=cpu")
+    outcome = run("train.py", "model=gpt2-nano", *short).ok()
+    *_, start_of_sample, _ = (i for i, line in enumerate(outcome.out.splitlines()) if line == "a sample:"), None
+    assert list(start_of_sample)
+    (folder,) = Path("outputs").iterdir()
+    assert outcome.out.splitlines()[-1].endswith(f"outputs/{folder.name}")
+    assert sorted(path.name for path in folder.iterdir()) == ["checkpoints", "config.yaml", "metrics.jsonl"]
+    assert Path("tokens/stdlib/meta.json").is_file()
+
+
+def test_one_command_trains_one_run_after_another(workplace):
+    run("train.py", "-m", "attention=naive,sdpa", *TINY, "train.max_steps=2", "hydra.sweep.dir=sweep").ok()
+    assert curve("sweep/0_naive", "train/loss") == [
+        (step, pytest.approx(loss, rel=1e-4)) for step, loss in curve("sweep/1_sdpa", "train/loss")
+    ]
