@@ -6,7 +6,7 @@ import torch
 
 from conf.cli import launch
 from conf.schema import SampleConfig
-from data.tokenizers import get_tokenizer
+from data.tokenizers import get_tokenizer, vocab_size
 from errors import UserError
 from model.attention import build_attention, check_attention
 from model.generate import generate
@@ -25,7 +25,13 @@ def load_model(config: SampleConfig) -> tuple[GPT2, str]:
         model.load_state_dict(state["model"])
         return model, state["tokenizer"]
     folder = find_pretrained(config.checkpoint, key="checkpoint")
-    model = GPT2(read_config(folder), attention)
+    shape, known = read_config(folder), vocab_size("gpt2")
+    if shape.vocab_size < known:
+        raise UserError(
+            f"checkpoint={config.checkpoint} knows {shape.vocab_size} tokens, fewer than the {known} of GPT-2's "
+            "tokenizer; give a model of that tokenizer, or the run that this one was exported from"
+        )
+    model = GPT2(shape, attention)
     load_pretrained(model, folder)
     return model, "gpt2"
 
@@ -68,4 +74,4 @@ def sample(config: SampleConfig) -> None:
 
 
 if __name__ == "__main__":
-    launch(sample, "sample")
+    launch(sample, "sample", literal="prompt")

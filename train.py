@@ -34,42 +34,28 @@ from trainer.state import TrainState, check_resumable
 
 def train(config: Config) -> None:
     """One run: from its configuration to metrics, checkpoints and a sample of what was learnt."""
-    compute = choose_compute(config.device, config.precision)
+    compute, folder = choose_compute(config.device, config.precision), output_dir()
     tokens = open_tokens(config.data)
     resumed = load_resumed(config)
+    checkpoints = Checkpoints(Path(config.checkpoint.dir or folder / "checkpoints"), config.checkpoint.keep)
+    checkpoints.refuse_later_than(resumed["step"] if resumed else 0)
     seed(config.train, compute)
     model = build_model(config, compute, tokens, resumed)
-    folder = output_dir()
-    folder.mkdir(parents=True, exist_ok=True)
-    with (
-        TrainLoader(
-            tokens.train,
-            batch_size=config.train.batch_size,
-            context_length=model.config.context_length,
-            seed=config.train.seed,
-            device=compute.device,
-            vocab_size=model.config.vocab_size,
-            name=str(tokens.dir / "train.bin"),
-        ) as loader,
-        start_loggers(
-            folder,
-            max_steps=config.train.max_steps,
-            wandb=config.wandb,
-            run_config=asdict(config),
-            resumed_step=resumed["step"] if resumed else None,
-        ) as log,
-        StopRequest() as stop,
-    ):
-        optimizer = build_optimizer(model, config.optimizer)
-        state = TrainState(model, optimizer, compute.grad_scaler(), loader, tokens.tokenizer)
+    with build_loader(config, compute, tokens, model) as loader:
+        state = TrainState(
+            model, build_optimizer(model, config.optimizer), compute.grad_scaler(), loader, tokens.tokenizer
+        )
         if resumed:
             state.load_state_dict(resumed)
-        OmegaConf.save(OmegaConf.structured(config), folder / "config.yaml")
-        log.message(describe(config, compute, state, tokens))
-        loop(config, compute, state, tokens, folder, log, stop)
-        if stop.signal is None and config.train.sample_tokens:
-            log.message(sample(config, compute, model, tokens))
-        log.message(f"outputs in {folder}")
+        with open_logs(config, folder, resumed) as log, StopRequest() as stop:
+            OmegaConf.save(OmegaConf.structured(config), folder / "config.yaml")
+            log.message(describe(config, compute, state, tokens))
+            path = loop(config, compute, state, tokens, checkpoints, log, stop)
+            if stop.signal is None:
+                log.message(sample(config, compute, model, tokens))
+            else:
+                log.message(f"{stop.signal.name} after step {state.step}; continue with checkpoint.resume={path}")
+            log.message(f"outputs in {folder}")
     if stop.signal is not None:
         sys.exit(128 + stop.signal)
 
@@ -79,46 +65,51 @@ def loop(
     compute: Compute,
     state: TrainState,
     tokens: TokenSet,
-    folder: Path,
+    checkpoints: Checkpoints,
     log: Loggers,
     stop: StopRequest,
-) -> None:
-    """Steps until max_steps or a request to stop, and between them metrics, evaluations and checkpoints."""
+) -> Path:
+    """Steps until max_steps or a request to stop, and between them metrics, evaluations and checkpoints.
+
+    Returns the checkpoint of the last step.
+    """
     settings, tokens_per_step = config.train, tokens_in_step(config.train, state.model.config)
-    checkpoints = Checkpoints(Path(config.checkpoint.dir or folder / "checkpoints"), config.checkpoint.keep)
     model = compile_model(state.model, settings, compute)
     meter = build_meter(state.model, tokens_per_step, compute)
     window: list[Tensor] = []  # loss and gradient norm of every step since the last row, still on the device
-    compiling = True
+    path, saved_step, compiling = None, None, True
     while state.step < settings.max_steps and stop.signal is None:
-        losses, data_wait = train_step(model, state, config, compute)
+        result, data_wait = train_step(model, state, config, compute)
+        window.append(result)
         state.step += 1
-        window.append(losses)
         if compiling:
             meter.start()
             compiling = False
         else:
             meter.step(data_wait)
-        last = state.step == settings.max_steps or stop.signal is not None
+
         metrics = {}
-        if last or state.step % settings.log_interval == 0:
-            metrics = read_window(window, state.step, checkpoints, state) | meter.read()
-            metrics["train/lr"] = learning_rate(state.step - 1, config.optimizer, settings.max_steps)
-            window.clear()
-        if state.step == settings.max_steps or state.step % settings.eval_interval == 0:
+        if is_due(state.step, settings.log_interval, settings.max_steps):
+            metrics = read_window(window, state, config, checkpoints) | meter.read()
+            window = []
+        if is_due(state.step, settings.eval_interval, settings.max_steps):
             with meter.excluded():
                 metrics |= evaluate(model, config, compute, tokens)
-                improved = metrics["val/loss"] < state.best_loss
-                if improved:
+                if metrics["val/loss"] < state.best_loss:
                     state.best_loss = metrics["val/loss"]
                     checkpoints.save_best(state.state_dict())
         if metrics:
             log.log(state.step, state.step * tokens_per_step, metrics)
-        if last or state.step % config.checkpoint.interval == 0:
+        if is_due(state.step, config.checkpoint.interval, settings.max_steps):
             with meter.excluded():
-                path = checkpoints.save(state.step, state.state_dict())
-    if stop.signal is not None:
-        log.message(f"{stop.signal.name}: stopped after step {state.step}; continue with checkpoint.resume={path}")
+                path, saved_step = checkpoints.save(state.step, state.state_dict()), state.step
+    if window:
+        log.log(state.step, state.step * tokens_per_step, read_window(window, state, config, checkpoints))
+    return path if saved_step == state.step else checkpoints.save(state.step, state.state_dict())
+
+
+def is_due(step: int, interval: int, max_steps: int) -> bool:
+    return step % interval == 0 or step == max_steps
 
 
 def train_step(model: nn.Module, state: TrainState, config: Config, compute: Compute) -> tuple[Tensor, float]:
@@ -162,24 +153,29 @@ def evaluate(model: nn.Module, config: Config, compute: Compute, tokens: TokenSe
     return {"val/loss": loss, "val/perplexity": perplexity(loss)}
 
 
-def read_window(window: list[Tensor], step: int, checkpoints: Checkpoints, state: TrainState) -> dict[str, float]:
+def read_window(window: list[Tensor], state: TrainState, config: Config, checkpoints: Checkpoints) -> dict[str, float]:
     """The metrics of the newest step, once every step since the last row has turned out finite.
 
     Raises:
         UserError: a loss or gradient was NaN or infinite; the state, which no such step has touched, is saved first.
     """
     rows = torch.stack(window).tolist()
-    for number, (loss, norm) in enumerate(rows, start=step - len(rows) + 1):
+    for number, (loss, norm) in enumerate(rows, start=state.step - len(rows) + 1):
         overflow_is_normal = state.scaler.is_enabled()  # fp16 finds its loss scale by such steps, and skips them
         if math.isfinite(loss) and (math.isfinite(norm) or overflow_is_normal):
             continue
-        path = checkpoints.save(step, state.state_dict())
+        path = checkpoints.save(state.step, state.state_dict())
         raise UserError(
             f"the loss was {loss} and the gradient norm {norm} at step {number}; the weights took no such step and are "
             f"saved in {path}; lower optimizer.lr, or check the data"
         )
     loss, norm = rows[-1]
-    return {"train/loss": loss, "train/perplexity": perplexity(loss), "train/grad_norm": norm}
+    return {
+        "train/loss": loss,
+        "train/perplexity": perplexity(loss),
+        "train/grad_norm": norm,
+        "train/lr": learning_rate(state.step - 1, config.optimizer, config.train.max_steps),
+    }
 
 
 def perplexity(loss: float) -> float:
@@ -222,8 +218,7 @@ def build_model(config: Config, compute: Compute, tokens: TokenSet, resumed: Sta
             "tokenizer; leave model.vocab_size out, or choose data of another tokenizer"
         )
     if resumed:
-        checkpoint_name = config.checkpoint.resume
-        check_resumable(resumed, shape, tokens.tokenizer, checkpoint_name)
+        check_resumable(resumed, shape, tokens.tokenizer, config.checkpoint.resume)
     check_attention(
         config.attention, head_dim=shape.head_dim, dtype=compute.dtype, dropout_p=shape.dropout, device=compute.device
     )
@@ -232,6 +227,28 @@ def build_model(config: Config, compute: Compute, tokens: TokenSet, resumed: Sta
     if pretrained is not None and resumed is None:
         load_pretrained(model, pretrained)
     return model.to(compute.device)
+
+
+def build_loader(config: Config, compute: Compute, tokens: TokenSet, model: GPT2) -> TrainLoader:
+    return TrainLoader(
+        tokens.train,
+        batch_size=config.train.batch_size,
+        context_length=model.config.context_length,
+        seed=config.train.seed,
+        device=compute.device,
+        vocab_size=model.config.vocab_size,
+        name=str(tokens.dir / "train.bin"),
+    )
+
+
+def open_logs(config: Config, folder: Path, resumed: State | None) -> Loggers:
+    return start_loggers(
+        folder,
+        max_steps=config.train.max_steps,
+        wandb=config.wandb,
+        run_config=asdict(config),
+        resumed_step=resumed["step"] if resumed else None,
+    )
 
 
 def compile_model(model: GPT2, settings: TrainConfig, compute: Compute) -> nn.Module:
@@ -274,7 +291,12 @@ def describe(config: Config, compute: Compute, state: TrainState, tokens: TokenS
 
 def sample(config: Config, compute: Compute, model: GPT2, tokens: TokenSet) -> str:
     """A few lines of what the model has learnt, begun from the end-of-text token."""
-    tokenizer = get_tokenizer(tokens.tokenizer)
+    if not config.train.sample_tokens:
+        return "no sample, as train.sample_tokens=0"
+    try:
+        tokenizer = get_tokenizer(tokens.tokenizer)
+    except UserError as error:
+        return f"no sample: {error}"
     model.eval()
     with compute.autocast():
         text = generate(

@@ -2,18 +2,15 @@
 
 import argparse
 import json
-import platform
 import subprocess
 import sys
-from datetime import date
 from pathlib import Path
 
-import torch
-import triton
 from rich.console import Console
 from rich.table import Table
 
-ROOT = Path(__file__).parents[1]
+from bench.environment import ROOT, environment
+
 VARIANTS = ("naive", "sdpa", "flash2")
 TOLERANCE = 0.02  # nats between the final validation losses
 
@@ -85,28 +82,6 @@ def summarise(variant: str, folder: Path) -> dict:
         "loss_curve": losses,
         "val_curve": validation,
     }
-
-
-def environment() -> dict:
-    """On what, and with which versions, something was measured."""
-    cuda = torch.cuda.is_available()
-    smi = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    git = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
-    return {
-        "gpu": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
-        "driver": _output(smi).splitlines()[0] if cuda else None,
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "commit": _output(git) or None,
-        "date": date.today().isoformat(),
-    }
-
-
-def _output(command: list[str]) -> str:
-    try:
-        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
-    except FileNotFoundError:
-        return ""
 
 
 def show(rows: list[dict]) -> None:

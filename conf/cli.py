@@ -5,41 +5,75 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException, ValidationError
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+    ValidationError,
+)
 
 from conf import schema
 from errors import UserError
 
 
-def launch(run: Callable[[Any], None], config_name: str) -> None:
+def launch(run: Callable[[Any], None], config_name: str, literal: str | None = None) -> None:
     """Calls `run` with the typed configuration that conf/<config_name>.yaml and the command line give.
 
-    A UserError, and whatever Hydra refuses, ends the program with one sentence on stderr and status 2.
+    A UserError, and whatever Hydra refuses, ends the program with one sentence on stderr and status 2. The value of the
+    key `literal` is taken from the command line as it stands, free text being no business of Hydra's grammar.
     """
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra then raises what it would otherwise print at length
     schema.register()
+    texts = [argument for argument in sys.argv[1:] if literal and argument.startswith(f"{literal}=")]
+    sys.argv[1:] = [argument for argument in sys.argv[1:] if argument not in texts]
 
     @hydra.main(version_base="1.3", config_path=str(Path(__file__).parent), config_name=config_name)
     def job(config: DictConfig) -> None:
+        # What is refused ends the program here, or Hydra would print the overrides before the sentence.
         try:
-            run(OmegaConf.to_object(config))
-        except UserError:
+            typed = to_typed(config)
+            for text in texts:
+                setattr(typed, literal, text.partition("=")[2])
+            run(typed)
+        except UserError as error:
             _remove_if_empty(output_dir())
-            raise
+            _refuse(str(error))
+        except OmegaConfBaseException as error:
+            _remove_if_empty(output_dir())
+            _refuse(explain(error))
 
     try:
         job()
-    except UserError as error:
-        _refuse(str(error))
     except (HydraException, OmegaConfBaseException) as error:
         _refuse(explain(error))
+
+
+def to_typed(config: DictConfig) -> Any:
+    """The dataclass that `config` is typed by.
+
+    Raises:
+        UserError: a key that the dataclass lacks was added with `+`, or a value is refused.
+    """
+    _refuse_added_keys(config)
+    return OmegaConf.to_object(config)
+
+
+def _refuse_added_keys(node: DictConfig, prefix: str = "") -> None:
+    known = [field.name for field in fields(OmegaConf.get_type(node))]
+    for key in node:
+        if key not in known:
+            raise UserError(_no_setting(f"{prefix}{key}", known))
+        if not OmegaConf.is_missing(node, key) and is_dataclass(OmegaConf.get_type(node, key)):
+            _refuse_added_keys(node[key], f"{prefix}{key}.")
 
 
 def output_dir() -> Path:
@@ -66,8 +100,11 @@ def explain(error: Exception) -> str:
         return f"{_full_key(cause)} has no value; give it as {_full_key(cause)}=..."
     if isinstance(cause, ValidationError):
         return f"{_full_key(cause)}: {_first_line(cause)}; python train.py --cfg job shows the values it can take"
-    if isinstance(cause, ConfigKeyError) or "is not in struct" in str(error):
-        return _unknown_key(cause)
+    if isinstance(cause, (ConfigKeyError, ConfigAttributeError)):
+        parent = cause.parent_node
+        return _no_setting(_full_key(cause), [str(name) for name in parent] if isinstance(parent, DictConfig) else [])
+    if isinstance(error, OverrideParseException):
+        return f"{error.override}: {_first_line(error)}; settings are written key=value, lists 'key=[a,b]'"
     return f"{_first_line(error)}; python train.py --help shows how settings are written"
 
 
@@ -77,14 +114,9 @@ def _unknown_choice(error: MissingConfigException) -> str:
     return f"{group}={choice} is unknown{_suggestion(choice, options)}; choose one of {', '.join(options)}"
 
 
-def _unknown_key(error: OmegaConfBaseException) -> str:
-    key, parent = _full_key(error), error.parent_node
-    known = [str(name) for name in parent] if isinstance(parent, DictConfig) else []
-    place = key.rpartition(".")[0]
-    return (
-        f"{key} is no setting{_suggestion(key.rpartition('.')[2], known)}; "
-        f"{place or 'the configuration'} has {', '.join(known)}"
-    )
+def _no_setting(key: str, known: list[str]) -> str:
+    place, _, name = key.rpartition(".")
+    return f"{key} is no setting{_suggestion(name, known)}; {place or 'the configuration'} has {', '.join(known)}"
 
 
 def _suggestion(word: str, known: list[str]) -> str:

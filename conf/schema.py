@@ -3,6 +3,7 @@
 The schema of a group lies with the code that reads it: model/attention.py, model/gpt2.py, data/config.py and trainer/.
 """
 
+import math
 from dataclasses import dataclass, field
 
 from hydra.core.config_store import ConfigStore
@@ -128,7 +129,7 @@ class SampleConfig:
 
     def __post_init__(self):
         for key, low in (("num_samples", 1), ("max_tokens", 1), ("temperature", 0)):
-            if getattr(self, key) < low:
+            if not low <= getattr(self, key) < math.inf:
                 raise UserError(f"{key}={getattr(self, key)} must be at least {low}")
         if self.top_k is not None and self.top_k < 1:
             raise UserError(f"top_k={self.top_k} must be at least 1, or null for all tokens")

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from errors import UserError
-from kernels.flash2 import flash2
+from kernels.flash2 import flash2, flash2_packed
 from kernels.standard import standard_attention
 
 SDPA_BACKENDS = {
@@ -84,6 +84,14 @@ VARIANTS: dict[str, Callable[[AttentionConfig], Attention]] = {
 def build_attention(config: AttentionConfig) -> Attention:
     """The variant that `config` names."""
     return VARIANTS[config.name](config)
+
+
+def attend_packed(attention: Attention, qkv: Tensor, **options) -> Tensor:
+    """`attention` of the three parts of one projection, qkv (batch, seq, 3, heads, head_dim).
+
+    Only flash2 gains by knowing that they are parts: it writes their gradients into one tensor.
+    """
+    return flash2_packed(qkv, **options) if attention is flash2 else attention(*qkv.unbind(2), **options)
 
 
 def check_attention(

@@ -11,8 +11,9 @@ from model.gpt2 import GPT2, KeyValueCache
 def restrict(logits: Tensor, top_k: int | None, top_p: float | None) -> Tensor:
     """logits (V) with all but the top_k likeliest, and all but the likeliest that together reach top_p, at -inf."""
     if top_k is not None and top_k < len(logits):
-        logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], float("-inf"))
-    if top_p is not None:
+        kept = logits.topk(top_k)  # by index: of tied tokens no more than top_k stay
+        logits = torch.full_like(logits, float("-inf")).scatter(0, kept.indices, kept.values)
+    if top_p is not None and top_p < 1:  # the sum of all rounds past 1
         ordered, order = logits.sort(descending=True)
         before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)  # probability of all likelier tokens
         logits = logits.index_fill(0, order[before >= top_p], float("-inf"))

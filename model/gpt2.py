@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from errors import UserError
-from model.attention import Attention
+from model.attention import Attention, attend_packed
 from model.loss import cross_entropy
 
 PAD_VOCABULARY_TO = 64
@@ -81,15 +81,17 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, cache: KeyValueCache | None) -> Tensor:
         B, T, C = x.shape
-        q, k, v = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head).unbind(2)
-        if cache is not None:
-            k, v = cache.extend(self.layer, k, v)
-        y = self.attention(
-            *(q, k, v),
-            causal=T > 1,  # a single query is the last token, which sees all
-            scale=1 / math.sqrt(C // self.n_head),
-            dropout_p=self.dropout.p if self.training else 0.0,
-        )
+        qkv = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head)
+        options = {
+            "causal": T > 1,  # a single query is the last token, which sees all
+            "scale": 1 / math.sqrt(C // self.n_head),
+            "dropout_p": self.dropout.p if self.training else 0.0,
+        }
+        if cache is None:
+            y = attend_packed(self.attention, qkv, **options)
+        else:
+            q, k, v = qkv.unbind(2)
+            y = self.attention(q, *cache.extend(self.layer, k, v), **options)
         return self.dropout(self.c_proj(y.reshape(B, T, C)))
 
 

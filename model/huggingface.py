@@ -15,6 +15,18 @@ from torch import Tensor
 from errors import UserError
 from model.gpt2 import GPT2, ModelConfig
 
+# What makes a GPT-2 the one of this project, where a configuration may say otherwise.
+REQUIRED = {
+    "model_type": ("gpt2",),
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+    "layer_norm_epsilon": (1e-5,),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "add_cross_attention": (False,),
+    "tie_word_embeddings": (True,),
+}
+SIZES = ("n_layer", "n_head", "n_embd", "n_positions", "vocab_size")
+IGNORED = ("attn.bias", "attn.masked_bias", "lm_head.weight")  # masks of old releases, and the tied head
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 
@@ -54,9 +66,7 @@ def read_config(folder: Path, model: ModelConfig | None = None) -> ModelConfig:
     Raises:
         UserError: it is no GPT-2, or its position table is shorter than model.context_length.
     """
-    config = json.loads((folder / CONFIG).read_text())
-    if config.get("model_type") != "gpt2":
-        raise UserError(f"{folder} holds a {config.get('model_type')}, not a gpt2; give a GPT-2")
+    config = _read_json(folder / CONFIG)
     if model is not None and model.context_length > config["n_positions"]:
         raise UserError(
             f"model.context_length={model.context_length} is longer than the {config['n_positions']} positions of "
@@ -74,6 +84,20 @@ def read_config(folder: Path, model: ModelConfig | None = None) -> ModelConfig:
     )
 
 
+def _read_json(path: Path) -> dict:
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise UserError(f"{path} is no readable configuration ({error}); download or export it again") from error
+    for key, accepted in REQUIRED.items():
+        if config.get(key, accepted[0]) not in accepted:
+            raise UserError(f"{path} has {key}={config[key]}, not GPT-2's {accepted[0]}; give a plain GPT-2")
+    missing = [key for key in ("model_type", *SIZES) if key not in config]
+    if missing:
+        raise UserError(f"{path} lacks {missing[0]}; give the configuration of a GPT2LMHeadModel")
+    return config
+
+
 def load_pretrained(model: GPT2, folder: Path) -> None:
     """Copies Hugging Face's weights into `model`, whose shape read_config gave; fewer positions take the first ones.
 
@@ -85,20 +109,34 @@ def load_pretrained(model: GPT2, folder: Path) -> None:
     except SafetensorError as error:
         raise UserError(f"{folder / WEIGHTS} is broken ({error}); download or export it again") from error
     weights = {name.removeprefix("transformer."): weight for name, weight in weights.items()}
+    parameters = dict(model.named_parameters())
+    strange = sorted(name for name in weights.keys() - parameters.keys() if not name.endswith(IGNORED))
+    missing = sorted(parameters.keys() - weights.keys())
+    if strange or missing:
+        difference = f"lacks {missing[0]}" if missing else f"also holds {strange[0]}"
+        raise UserError(
+            f"{folder / WEIGHTS} {difference}: it is not the GPT-2 that {CONFIG} describes; give a whole one"
+        )
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name not in weights:
-                raise UserError(f"{folder / WEIGHTS} lacks the weight {name}; give the weights of a GPT2LMHeadModel")
+        for name, parameter in parameters.items():
             weight = weights[name].T if name.endswith(TRANSPOSED) else weights[name]
-            if name == "wte.weight":
-                parameter.zero_()  # the padding
-            rows = min(len(weight), len(parameter)) if name in ("wte.weight", "wpe.weight") else len(parameter)
-            if weight[:rows].shape != parameter[:rows].shape:
+            rows, weight = _true_rows(model, name, parameter, weight)
+            if rows.shape != weight.shape:
                 raise UserError(
-                    f"{folder / WEIGHTS} holds {name} of shape {tuple(weight.shape)} where config.json asks for "
-                    f"{tuple(parameter.shape)}; the two files do not belong together"
+                    f"{folder / WEIGHTS} holds {name} of shape {tuple(weight.shape)} where {CONFIG} asks for "
+                    f"{tuple(rows.shape)}; the two files do not belong together"
                 )
-            parameter[:rows] = weight[:rows]
+            rows.copy_(weight)
+
+
+def _true_rows(model: GPT2, name: str, parameter: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows of a parameter that a weight fills, and those of the weight that fill it."""
+    if name == "wte.weight":
+        parameter.zero_()  # the padding
+        return parameter[: model.config.vocab_size], weight
+    if name == "wpe.weight":
+        return parameter, weight[: len(parameter)]
+    return parameter, weight
 
 
 def save_pretrained(config: ModelConfig, weights: dict[str, Tensor], folder: Path, eot: int) -> None:

@@ -9,6 +9,10 @@ if not torch.cuda.is_available():
 
 import pytest
 
+# torch lists its factory functions when a device is first used as a context: before any test has patched them.
+with torch.device("meta"):
+    torch.empty(0)
+
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch):

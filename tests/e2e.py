@@ -7,6 +7,7 @@ import io
 import json
 import os
 import runpy
+import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
@@ -54,6 +55,8 @@ def run(script: str, *overrides: str) -> Outcome:
     """`python SCRIPT OVERRIDES` in this process, which spares the seconds that importing torch takes."""
     out, err = io.StringIO(), io.StringIO()
     code = 0
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the model is too small to share among cores
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
         patch.setattr(sys, "argv", [script, *overrides])
         GlobalHydra.instance().clear()
@@ -61,6 +64,8 @@ def run(script: str, *overrides: str) -> Outcome:
             runpy.run_path(str(ROOT / script), run_name="__main__")
         except SystemExit as ended:
             code = ended.code or 0
+        finally:
+            torch.set_num_threads(threads)
     return Outcome(code, out.getvalue(), err.getvalue())
 
 
@@ -91,8 +96,15 @@ def write_tokens(folder: Path) -> None:
         np.frombuffer(text.encode(), dtype=np.uint8).astype("<u2").tofile(folder / f"{split}.bin")
 
 
-def subprocess_environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(ROOT)}
+def start(*command: str) -> subprocess.Popen:
+    """`python COMMAND` in a process of its own, with the arithmetic of `run`."""
+    return subprocess.Popen(
+        [sys.executable, *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+    )
 
 
 def at_call(number: int, act: Callable[[], None], function: Callable) -> Callable:

@@ -1,13 +1,12 @@
 """The command line: every mistake is one sentence, at once, with nothing left behind; help names all there is."""
 
-import subprocess
-import sys
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.e2e import ROOT, TINY, run, subprocess_environment, train
+from tests.e2e import ROOT, TINY, run, start, train
 
 pytest_plugins = ["tests.e2e"]
 
@@ -48,8 +47,8 @@ REFUSALS = {
     "nothing to resume": ("checkpoint.resume=nowhere", ["checkpoint.resume=nowhere", "step-*.pt"]),
     "auto without a folder": ("checkpoint.resume=auto", ["checkpoint.resume=auto", "checkpoint.dir=FOLDER"]),
     "unknown wandb mode": ("wandb.mode=sometimes", ["wandb.mode", "sometimes", "online, offline or disabled"]),
-    "no equals sign": ("model.n_layer", ["model.n_layer", "--help"]),
-    "unclosed bracket": ("wandb.tags=[a", ["wandb.tags=[a", "--help"]),
+    "no equals sign": ("model.n_layer", ["model.n_layer", "key=value"]),
+    "unclosed bracket": ("wandb.tags=[a", ["wandb.tags=[a", "key=[a,b]"]),
     "appended key": ("+model.foo=1", ["model.foo", "n_layer"]),
     "context longer than the corpus": ("model.context_length=9999", ["train.bin", "model.context_length"]),
     "token outside the vocabulary": ("model.vocab_size=100", ["model.vocab_size=100", "257", "byte"]),
@@ -129,10 +128,8 @@ def test_token_outside_the_vocabulary_is_refused_with_its_offset(workplace):
 
 def test_process_refuses_and_helps_without_a_traceback(workplace):
     """What the other tests see inside their own process holds for a real one."""
-    command = [sys.executable, str(ROOT / "train.py")]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": subprocess_environment()}
-    refused = subprocess.Popen([*command, "model.context_lenght=512"], **pipes)
-    helped = subprocess.Popen([*command, "--help"], **pipes)
+    refused = start(str(ROOT / "train.py"), "model.context_lenght=512")
+    helped = start(str(ROOT / "train.py"), "--help")
     out, err = refused.communicate(timeout=60)
     assert refused.returncode == 2 and out == ""
     assert err.startswith("error: model.context_lenght is no setting (did you mean context_length?)")
@@ -140,7 +137,7 @@ def test_process_refuses_and_helps_without_a_traceback(workplace):
     out, err = helped.communicate(timeout=60)
     assert helped.returncode == 0 and err == ""
     assert out.startswith("Train a GPT-2") and "Examples:" in out
-    assert {path.name for path in workplace.iterdir()} <= {"tokens", "outputs"}
+    assert not any(path.is_file() for path in workplace.rglob("outputs/**/*"))
 
 
 def test_help_names_every_group_and_choice_and_the_keys_used_most(workplace):
@@ -155,6 +152,14 @@ def test_help_names_every_group_and_choice_and_the_keys_used_most(workplace):
     assert [key for key in (*keys, "device") if key not in out] == []
     assert "python train.py attention=flash2" in out and "checkpoint.resume=auto" in out
     assert max(map(len, out.splitlines())) <= 120
+
+
+def test_examples_of_help_compose(workplace):
+    lines = [line for line in run("train.py", "--help").ok().out.splitlines() if line.startswith("  python train.py ")]
+    examples = [shlex.split(line, comments=True)[2:] for line in lines if "[" not in line and " -m " not in line]
+    assert len(examples) >= 5
+    for example in examples:
+        run("train.py", *example, "--cfg", "job").ok()
 
 
 @pytest.mark.parametrize(

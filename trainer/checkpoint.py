@@ -40,13 +40,25 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int):
         self.folder, self.keep = folder, keep
-        folder.mkdir(parents=True, exist_ok=True)
+
+    def refuse_later_than(self, step: int) -> None:
+        """A run that starts after `step` steps must not mix its checkpoints with later ones of another run.
+
+        Raises:
+            UserError: the folder holds a checkpoint of a later step.
+        """
+        newest = find(self.folder)
+        if newest is not None and _step(newest) > step:
+            raise UserError(
+                f"{newest} is of a later step than the {step} this run starts from; continue it with "
+                f"checkpoint.resume={newest}, or choose another checkpoint.dir"
+            )
 
     def save(self, step: int, state: State) -> Path:
-        """Writes the state after `step` steps, then deletes all but the newest `keep`."""
+        """Writes the state after `step` steps, then deletes all older ones but the newest `keep` - 1."""
         path = self.folder / f"step-{step:08d}.pt"
         _write(path, state)
-        for old in _all(self.folder)[: -self.keep]:
+        for old in [old for old in _all(self.folder) if _step(old) <= step][: -self.keep]:
             old.unlink()
         return path
 
@@ -59,6 +71,7 @@ class Checkpoints:
 
 def _write(path: Path, state: State) -> None:
     """Under another name first, and to the disk, so that a kill leaves the old file or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     with open(partial, "wb") as file:
         torch.save(state, file)
@@ -69,6 +82,10 @@ def _write(path: Path, state: State) -> None:
 
 def _all(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step-*.pt") if NAME.fullmatch(path.name))
+
+
+def _step(path: Path) -> int:
+    return int(NAME.fullmatch(path.name)[1])
 
 
 def find(source: str | Path) -> Path | None:

@@ -39,6 +39,8 @@ class OptimizerConfig:
         for key in ("beta1", "beta2"):
             if not 0 <= getattr(self, key) < 1:
                 raise UserError(f"optimizer.{key}={getattr(self, key)} must be at least 0 and below 1")
+        if self.decay_steps is not None and self.decay_steps < 1:
+            raise UserError(f"optimizer.decay_steps={self.decay_steps} must be at least 1, or null for train.max_steps")
         if self.min_lr > self.lr:
             raise UserError(f"optimizer.min_lr={self.min_lr} is above optimizer.lr={self.lr}; lower it, or raise lr")
 
@@ -47,7 +49,7 @@ def learning_rate(step: int, config: OptimizerConfig, max_steps: int) -> float:
     """Of the step after `step` finished ones: linear warm-up, then a cosine from lr to min_lr."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
-    decay_steps = config.decay_steps or max_steps
+    decay_steps = max_steps if config.decay_steps is None else config.decay_steps
     progress = min(1.0, (step - config.warmup_steps) / max(1, decay_steps - config.warmup_steps))
     return config.min_lr + 0.5 * (1 + math.cos(math.pi * progress)) * (config.lr - config.min_lr)
 

@@ -1,5 +1,5 @@
-"""FlashAttention-2: the operator `flash2`, its Triton kernels, and the PyTorch algorithm that defines them."""
+"""FlashAttention-2: the operators, their Triton kernels, and the PyTorch algorithm that defines them."""
 
-from kernels.flash2.op import flash2
+from kernels.flash2.op import flash2, flash2_packed
 
-__all__ = ["flash2"]
+__all__ = ["flash2", "flash2_packed"]

@@ -131,3 +131,8 @@ def backward(
 
     grads = (dQ, q), (per_kv_head(dK), k), (per_kv_head(dV), v)
     return tuple(grad.transpose(1, 2).to(x.dtype).contiguous() for grad, x in grads)
+
+
+def backward_packed(dout: Tensor, qkv: Tensor, *args) -> Tensor:
+    """As backward, but from qkv (B, T, 3, H, D) to its gradient."""
+    return torch.stack(backward(dout, *qkv.unbind(2), *args), dim=2)

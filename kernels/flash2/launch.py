@@ -102,10 +102,23 @@ def backward(
     scale: float,
     dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Same contract as definition.backward: contiguous dq, dk, dv; three launches, no atomics, hence deterministic."""
+    """Same contract as definition.backward: contiguous dq, dk and dv."""
+    grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    _backward_into(*grads, dout, q, k, v, out, logsumexp, seed, causal, scale, dropout_p)
+    return grads
+
+
+def backward_packed(dout: Tensor, qkv: Tensor, *args) -> Tensor:
+    """As backward, but from qkv (B, T, 3, H, D) to its gradient, contiguous, each part written where it belongs."""
+    dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
+    _backward_into(*dqkv.unbind(2), dout, *qkv.unbind(2), *args)
+    return dqkv
+
+
+def _backward_into(dq, dk, dv, dout, q, k, v, out, logsumexp, seed, causal, scale, dropout_p) -> None:
+    """Three launches, no atomics, hence deterministic. dk and dv share their strides."""
     (batch, seq_q, heads, head_dim), (seq_k, kv_heads) = q.shape, k.shape[1:3]
     tiles = tiles_for(head_dim, q.dtype)
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     delta = torch.empty_like(logsumexp)
     sizes = heads, heads // kv_heads, seq_q, seq_k, scale, *_dropout(dropout_p)
     constants = _constants(head_dim, causal, dropout_p, interpreted=not q.is_cuda)
@@ -133,4 +146,3 @@ def backward(
             **constants,
             **_options(tile),
         )
-    return dq, dk, dv

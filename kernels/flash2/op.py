@@ -17,6 +17,10 @@ _library.define(
     "backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, Tensor? seed, "
     "bool causal, float scale, float dropout_p) -> (Tensor, Tensor, Tensor)"
 )
+_library.define(
+    "backward_packed(Tensor dout, Tensor qkv, Tensor out, Tensor logsumexp, Tensor? seed, "
+    "bool causal, float scale, float dropout_p) -> Tensor"
+)
 
 
 def _cuda_forward(*args):
@@ -31,10 +35,18 @@ def _cuda_backward(*args):
     return launch.backward(*args)
 
 
+def _cuda_backward_packed(*args):
+    from kernels.flash2 import launch
+
+    return launch.backward_packed(*args)
+
+
 _library.impl("forward", definition.forward, "CPU")
 _library.impl("backward", definition.backward, "CPU")
+_library.impl("backward_packed", definition.backward_packed, "CPU")
 _library.impl("forward", _cuda_forward, "CUDA")
 _library.impl("backward", _cuda_backward, "CUDA")
+_library.impl("backward_packed", _cuda_backward_packed, "CUDA")
 
 
 @torch.library.register_fake("flash2::forward")
@@ -47,6 +59,11 @@ def _(q, k, v, seed, causal, scale, dropout_p):
 @torch.library.register_fake("flash2::backward")
 def _(dout, q, k, v, out, logsumexp, seed, causal, scale, dropout_p):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+@torch.library.register_fake("flash2::backward_packed")
+def _(dout, qkv, out, logsumexp, seed, causal, scale, dropout_p):
+    return qkv.new_empty(qkv.shape)
 
 
 class _Flash2(torch.autograd.Function):
@@ -62,6 +79,20 @@ class _Flash2(torch.autograd.Function):
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
         *saved, seed = ctx.saved_tensors
         return (*torch.ops.flash2.backward(dout, *saved, seed, *ctx.options), None, None, None, None)
+
+
+class _Flash2Packed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, qkv, seed, causal, scale, dropout_p):
+        out, logsumexp = torch.ops.flash2.forward(*qkv.unbind(2), seed, causal, scale, dropout_p)
+        ctx.save_for_backward(qkv, out, logsumexp, seed)
+        ctx.options = causal, scale, dropout_p
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+        return torch.ops.flash2.backward_packed(dout, *ctx.saved_tensors, *ctx.options), None, None, None, None
 
 
 def flash2(
@@ -91,12 +122,40 @@ def flash2(
     Raises:
         ValueError: shapes, dtypes, devices or options outside the above.
     """
+    scale, seed = _prepare(q, k, v, scale, dropout_p, seed)
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    return _Flash2.apply(q, k, v, seed, causal, scale, dropout_p)
+
+
+def flash2_packed(
+    qkv: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+) -> Tensor:
+    """flash2 of the three parts of one projection, qkv (batch, seq, 3, heads, head_dim).
+
+    The gradient comes as one tensor shaped like qkv, which saves the copy that gathers those of q, k and v. Options,
+    output and errors are those of flash2.
+    """
+    if qkv.ndim != 5 or qkv.shape[2] != 3:
+        raise ValueError(f"flash2_packed takes qkv (batch, seq, 3, heads, head_dim), not {tuple(qkv.shape)}")
+    scale, seed = _prepare(*qkv.unbind(2), scale, dropout_p, seed)
+    qkv = qkv if qkv.stride(-1) == 1 else qkv.contiguous()
+    return _Flash2Packed.apply(qkv, seed, causal, scale, dropout_p)
+
+
+def _prepare(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout_p: float, seed: Tensor | None
+) -> tuple[float, Tensor | None]:
+    """The scale and the seed with their defaults, once everything is found in order."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     _check(q, k, v, scale, dropout_p)
     if dropout_p and seed is None:
         seed = torch.randint(2**62, (1,), device=q.device)
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    return _Flash2.apply(q, k, v, seed, causal, scale, dropout_p)
+    return scale, seed
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, scale: float, dropout_p: float) -> None:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.flash2 import definition, flash2, launch, philox
+from kernels.flash2 import definition, flash2, flash2_packed, launch, philox
 from kernels.standard import standard_attention
 from tests.kernels.accuracy import Case, assert_as_accurate, draw, outcome
 
@@ -80,6 +80,25 @@ def test_kernels_read_views_of_the_packed_projection_where_they_lie():
     whole = kernels(case, tuple(x.contiguous() for x in (q, k, v, dout)))
     for view, copy in zip(kernels(case, (q, k, v, dout)), whole, strict=True):
         assert torch.equal(view, copy)
+
+
+@pytest.mark.parametrize("implementation", [definition, launch], ids=["definition", "kernels"])
+def test_the_packed_gradient_is_that_of_its_parts(implementation):
+    qkv, dout = torch.randn(2, 70, 3, 2, 40, device=KERNEL_DEVICE), torch.randn(2, 70, 2, 40, device=KERNEL_DEVICE)
+    q, k, v = qkv.unbind(2)
+    options = None, True, 0.2, 0.0
+    out, logsumexp = implementation.forward(q, k, v, *options)
+    apart = implementation.backward(dout, q, k, v, out, logsumexp, *options)
+    packed = implementation.backward_packed(dout, qkv, out, logsumexp, *options)
+    assert torch.equal(packed, torch.stack(apart, dim=2))
+
+
+def test_the_packed_operator_is_flash2_of_its_parts():
+    qkv = torch.randn(1, 9, 3, 2, 16, dtype=torch.float64, requires_grad=True)
+    assert torch.equal(flash2_packed(qkv, causal=True), flash2(*qkv.unbind(2), causal=True))
+    assert torch.autograd.gradcheck(lambda x: flash2_packed(x, causal=True), qkv)
+    with pytest.raises(ValueError, match="flash2_packed takes qkv"):
+        flash2_packed(qkv.squeeze(0))
 
 
 @pytest.mark.parametrize("implementation", [definition, launch], ids=["definition", "kernels"])

@@ -120,14 +120,17 @@ PROBABILITIES = torch.tensor([0.15, 0.5, 0.05, 0.3])
 
 
 @pytest.mark.parametrize(
-    ("top_p", "tokens"), [(0.01, {1}), (0.49, {1}), (0.51, {1, 3}), (0.79, {1, 3}), (0.81, {0, 1, 3}), (0.96, {0, 1, 2, 3})]
+    ("top_p", "tokens"),
+    [(0.01, {1}), (0.49, {1}), (0.51, {1, 3}), (0.79, {1, 3}), (0.81, {0, 1, 3}), (0.96, {0, 1, 2, 3})],
 )
 def test_top_p_keeps_the_fewest_likeliest_that_reach_it(top_p, tokens):
     """In order of probability 0.5, 0.8, 0.95 and 1 are reached."""
     assert allowed(PROBABILITIES.log() + 3, top_p=top_p) == tokens
 
 
-@pytest.mark.parametrize(("top_k", "tokens"), [(1, {1}), (2, {1, 3}), (3, {0, 1, 3}), (4, {0, 1, 2, 3}), (200, {0, 1, 2, 3})])
+@pytest.mark.parametrize(
+    ("top_k", "tokens"), [(1, {1}), (2, {1, 3}), (3, {0, 1, 3}), (4, {0, 1, 2, 3}), (200, {0, 1, 2, 3})]
+)
 def test_top_k_keeps_the_k_likeliest(top_k, tokens):
     assert allowed(PROBABILITIES.log() + 3, top_k=top_k) == tokens
 

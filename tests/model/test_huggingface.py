@@ -85,6 +85,22 @@ def test_their_weights_give_their_logits_and_loss_here(released, attention):
     assert_same_model(load(folder, attention), theirs)
 
 
+def test_their_weights_get_their_gradients_here(released):
+    """The tied table's among them, which comes from the embedding and from the head."""
+    folder, theirs = released
+    ours, tokens = load(folder), tokens_of()[:, :64]
+    ours(tokens[:, :-1], tokens[:, 1:]).backward()
+    found = {name: parameter.grad for name, parameter in ours.named_parameters()}
+    names, parameters = zip(*theirs.named_parameters(), strict=True)
+    gradients = torch.autograd.grad(theirs(tokens, labels=tokens).loss, parameters)
+    assert len(names) == len(found)
+    for name, expected in zip(names, gradients, strict=True):
+        ours_of = found[name.removeprefix("transformer.")]
+        ours_of = ours_of.T if "c_" in name and name.endswith("weight") else ours_of
+        error = (ours_of[: len(expected)] - expected).norm() / expected.norm()
+        assert error < 1e-5, f"{name}: {error:.1e}"
+
+
 @pytest.mark.parametrize("attention", VARIANTS)
 def test_our_weights_give_our_logits_and_loss_there(tmp_path, attention):
     config = ModelConfig(n_layer=3, n_head=3, n_embd=48, context_length=64, vocab_size=211)
@@ -138,7 +154,7 @@ def test_a_longer_context_is_refused_with_the_longest_there_is(released):
 
 def test_another_architecture_is_refused(copy):
     (copy / CONFIG).write_text(json.dumps({"model_type": "llama", "n_positions": 64}))
-    with pytest.raises(UserError, match="holds a llama, not a gpt2"):
+    with pytest.raises(UserError, match="has model_type=llama, not GPT-2's gpt2"):
         load(copy)
 
 
@@ -179,7 +195,11 @@ def test_truncated_weights_are_refused_by_name(copy, share):
         load(copy)
 
 
-@pytest.mark.parametrize("text", ["", '{"model_type": "gpt2", "n_lay', "[]", '{"model_type": "gpt2"}'])
+@pytest.mark.parametrize(
+    "text",
+    ["", '{"model_type": "gpt2", "n_lay', '{"model_type": "gpt2"}'],
+    ids=["empty", "torn", "without its sizes"],
+)
 def test_a_broken_description_is_refused_by_name(copy, text):
     (copy / CONFIG).write_text(text)
     with pytest.raises(UserError, match=CONFIG):
@@ -189,6 +209,7 @@ def test_a_broken_description_is_refused_by_name(copy, text):
 @pytest.mark.parametrize(
     ("key", "value"),
     [("n_embd", 96), ("n_layer", 4), ("n_layer", 2), ("n_positions", 128), ("vocab_size", 250), ("vocab_size", 130)],
+    ids=lambda value: str(value),
 )
 def test_a_description_of_other_weights_than_those_beside_it_is_refused(copy, key, value):
     """Whatever the file lacks would be left at random or zero, and what it has too much would be left out."""

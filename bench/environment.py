@@ -1,0 +1,34 @@
+"""On what, and with which versions, something was measured."""
+
+import os
+import platform
+import subprocess
+from datetime import date
+from pathlib import Path
+
+import torch
+import triton
+
+ROOT = Path(__file__).parents[1]
+
+
+def environment() -> dict:
+    """The `environment` of a results file. The commit is the checkout's, or GIT_COMMIT's where there is no git."""
+    cuda = torch.cuda.is_available()
+    driver = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return {
+        "gpu": torch.cuda.get_device_name() if cuda else None,
+        "cpu": platform.processor() or platform.machine(),
+        "driver": _output(driver).partition("\n")[0] if cuda else None,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "commit": _output(["git", "-C", str(ROOT), "rev-parse", "HEAD"]) or os.environ.get("GIT_COMMIT"),
+        "date": date.today().isoformat(),
+    }
+
+
+def _output(command: list[str]) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    except FileNotFoundError:
+        return ""

@@ -1,0 +1,232 @@
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.errors import ConfigCompositionException
+from omegaconf import OmegaConf
+from omegaconf.errors import MissingMandatoryValue
+
+import conf
+from conf.schema import Config, ExportConfig, PrepareConfig, SampleConfig, TrainConfig, register
+from errors import UserError
+from model.attention import AttentionConfig
+from trainer.loggers import WandbConfig
+
+FOLDER = Path(conf.__file__).parent
+OPTIONS = [f"{path.parent.name}={path.stem}" for path in sorted(FOLDER.glob("*/*.yaml"))]
+ROOTS = {"config": Config, "prepare": PrepareConfig, "sample": SampleConfig, "export": ExportConfig}
+
+
+def composed(*overrides: str, name: str = "config"):
+    """What a program gets for such a command line."""
+    register()
+    with initialize_config_dir(str(FOLDER), version_base="1.3"):
+        return OmegaConf.to_object(compose(name, list(overrides)))
+
+
+def assert_holds(config: object, chosen: dict) -> None:
+    """Every value that a YAML file gives is in the typed configuration."""
+    for key, value in chosen.items():
+        if isinstance(value, dict):
+            assert_holds(getattr(config, key), value)
+        elif value != "???":
+            assert getattr(config, key) == value, key
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option_of_every_group_gives_a_typed_configuration_that_holds_it(option):
+    group, _, name = option.partition("=")
+    config = composed(option, "data.dir=somewhere")
+    assert isinstance(config, Config)
+    chosen = OmegaConf.to_container(OmegaConf.load(FOLDER / group / f"{name}.yaml"))
+    chosen.pop("defaults", None)
+    chosen.get("data", {}).pop("dir", None)
+    if group == "data":
+        chosen.pop("dir")
+    assert_holds(config if group == "experiment" else getattr(config, group), chosen)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("config", []),
+        ("prepare", ["data.dir=somewhere"]),
+        ("sample", ["checkpoint=somewhere"]),
+        ("export", ["checkpoint=somewhere", "to=elsewhere"]),
+    ],
+)
+def test_every_program_gets_its_type_and_the_defaults_of_its_schema(name, overrides):
+    assert type(composed(*overrides, name=name)) is ROOTS[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "missing"),
+    [
+        ("config", ["data=tokens"], "data.dir"),
+        ("prepare", [], "data.dir"),
+        ("sample", [], "checkpoint"),
+        ("export", ["checkpoint=somewhere"], "to"),
+    ],
+)
+def test_what_has_no_default_must_be_given(name, overrides, missing):
+    with pytest.raises(MissingMandatoryValue, match=missing):
+        composed(*overrides, name=name)
+
+
+def test_the_recipe_of_gpt2_124m_is_nanogpts_and_gives_way_to_the_command_line():
+    """600,000 steps of 480 sequences of 1,024 tokens, up to 6e-4 in 2,000 steps and down to a tenth of it."""
+    recipe = composed("experiment=gpt2-124m")
+    assert recipe.train.batch_size * recipe.train.micro_steps * recipe.model.context_length == 491_520
+    optimizer = recipe.optimizer
+    assert (recipe.train.max_steps, optimizer.warmup_steps, optimizer.decay_steps) == (600_000, 2_000, None)
+    assert (optimizer.lr, optimizer.min_lr, optimizer.beta2, optimizer.weight_decay) == (6e-4, 6e-5, 0.95, 0.1)
+    changed = composed("experiment=gpt2-124m", "model=gpt2-medium", "train.batch_size=4", "optimizer.lr=1e-3")
+    assert (changed.model.n_embd, changed.train.batch_size, changed.optimizer.lr) == (1024, 4, 1e-3)
+    assert changed.train.max_steps == 600_000
+
+
+def test_checkpoints_are_as_frequent_as_evaluations_unless_told_otherwise():
+    assert composed("train.eval_interval=7").checkpoint.interval == 7
+    assert composed("experiment=gpt2-124m").checkpoint.interval == 1000
+    assert composed("train.eval_interval=7", "checkpoint.interval=3").checkpoint.interval == 3
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "model.layers=3",
+        "train.batchsize=3",
+        "colour=red",
+        "train.batch_size=many",
+        "train.max_steps=1.5",
+        "wandb.tags=a",
+    ],
+)
+def test_an_unknown_key_or_a_wrong_type_is_refused(override):
+    with pytest.raises(ConfigCompositionException):
+        composed(override)
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("attention.name=flash9", "attention.name=flash9 is unknown"),
+        ("model.n_head=5", "model.n_embd=128 does not divide into model.n_head=5"),
+        ("data.val_fraction=0", "data.val_fraction=0"),
+        ("optimizer.beta1=1", "optimizer.beta1=1"),
+        ("precision.name=fp8", "precision.name=fp8 is unknown"),
+        ("train.max_steps=0", "train.max_steps=0 must be at least 1"),
+        ("checkpoint.keep=0", "checkpoint.keep=0 must be at least 1"),
+        ("wandb.mode=on", "wandb.mode"),
+    ],
+)
+def test_an_impossible_value_on_the_command_line_is_refused_in_our_words(override, sentence):
+    with pytest.raises(UserError, match=sentence):
+        composed(override)
+
+
+@pytest.mark.parametrize("key", ["batch_size", "max_steps", "eval_interval", "eval_tokens", "log_interval"])
+@pytest.mark.parametrize("value", [0, -1])
+def test_the_loop_needs_at_least_one_of_each(key, value):
+    with pytest.raises(UserError, match=f"train.{key}={value} must be at least 1"):
+        TrainConfig(**{key: value})
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"grad_accumulation": 0}, "train.grad_accumulation=0 must be at least 1"),
+        ({"sample_tokens": -1}, "train.sample_tokens=-1 must be at least 0"),
+        ({"global_batch_size": 32, "grad_accumulation": 3}, "makes 2 micro-steps, not train.grad_accumulation=3"),
+    ],
+)
+def test_an_impossible_loop_is_refused(settings, sentence):
+    with pytest.raises(UserError, match=sentence):
+        TrainConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "micro_steps"),
+    [
+        ({}, 1),
+        ({"grad_accumulation": 5}, 5),
+        ({"global_batch_size": 16}, 1),
+        ({"global_batch_size": 48}, 3),
+        ({"global_batch_size": 48, "grad_accumulation": 3}, 3),
+    ],
+    ids=str,
+)
+def test_the_global_batch_is_another_way_to_give_the_micro_steps(settings, micro_steps):
+    """Of 16 sequences each."""
+    assert TrainConfig(batch_size=16, **settings).micro_steps == micro_steps
+
+
+@pytest.mark.parametrize("whole", [-3, 0, 1, 11, 13, 17, 18, 30, 100])
+def test_a_global_batch_that_does_not_divide_is_refused_with_one_that_does(whole):
+    with pytest.raises(UserError, match=f"train.global_batch_size={whole} is no multiple of") as refusal:
+        TrainConfig(batch_size=12, global_batch_size=whole)
+    remedy = int(re.search(r"set train.global_batch_size=(-?\d+)", str(refusal.value))[1])
+    assert abs(remedy - whole) <= 6 or remedy == 12
+    assert TrainConfig(batch_size=12, global_batch_size=remedy).micro_steps == remedy / 12
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"name": "flash9"}, "attention.name=flash9 is unknown; choose one of .*flash2"),
+        ({"name": "flash2", "backend": "cudnn"}, "attention.backend=cudnn .*attention=sdpa.*leave it out"),
+        ({"name": "sdpa", "backend": "xformers"}, "attention.backend=xformers is unknown; choose one of auto, .*cudnn"),
+    ],
+)
+def test_an_impossible_attention_is_refused(settings, sentence):
+    with pytest.raises(UserError, match=sentence):
+        AttentionConfig(**settings)
+
+
+@pytest.mark.parametrize(("settings", "key"), [({"mode": "on"}, "wandb.mode"), ({"project": ""}, "wandb.project")])
+def test_an_impossible_logger_is_refused(settings, key):
+    with pytest.raises(UserError, match=key):
+        WandbConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_samples", 0),
+        ("max_tokens", 0),
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("top_k", 0),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+    ],
+    ids=str,
+)
+def test_an_impossible_sample_is_refused(key, value):
+    with pytest.raises(UserError, match=f"{key}={value} must be"):
+        SampleConfig(checkpoint="somewhere", **{key: value})
+
+
+def config_classes(*roots: type) -> Iterator[type]:
+    for root in roots:
+        yield root
+        yield from config_classes(*(hint for hint in get_type_hints(root).values() if is_dataclass(hint)))
+
+
+@pytest.mark.parametrize("cls", sorted(set(config_classes(*ROOTS.values())), key=lambda cls: cls.__name__))
+def test_every_setting_says_below_it_what_it_means(cls):
+    """A group of settings says it in the docstring of its own class."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    assert ast.get_docstring(body), f"{cls.__name__} has no docstring"
+    groups = {name for name, hint in get_type_hints(cls).items() if is_dataclass(hint)}
+    for node, below in zip(body.body, [*body.body[1:], None], strict=True):
+        if isinstance(node, ast.AnnAssign) and node.target.id not in groups:
+            documented = isinstance(below, ast.Expr) and isinstance(getattr(below.value, "value", None), str)
+            assert documented and below.value.value.strip(), f"{cls.__name__}.{node.target.id} has no docstring"

@@ -1,0 +1,255 @@
+import os
+import pickle
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from data.loader import TrainLoader
+from errors import UserError
+from model.attention import AttentionConfig, build_attention
+from model.gpt2 import GPT2, ModelConfig
+from trainer.checkpoint import CheckpointConfig, Checkpoints, find, load, rng_state, set_rng_state
+from trainer.optimizer import OptimizerConfig, build_optimizer, optimizer_step
+from trainer.state import TrainState, check_resumable
+
+SHAPE = ModelConfig(n_layer=1, n_head=2, n_embd=32, context_length=8, vocab_size=65, dropout=0.1)
+
+
+def small(step: int = 1, **more) -> dict:
+    """What load takes for a checkpoint, without a model."""
+    return {"model": {"w": torch.arange(1000.0)}, "model_config": {}, "tokenizer": "byte", "step": step} | more
+
+
+@contextmanager
+def training(seed: int, loader_seed: int = 5) -> Iterator[TrainState]:
+    """A run of a small model with dropout on numbered tokens, with a scaled loss so that the scaler has a state."""
+    torch.manual_seed(seed)
+    model = GPT2(SHAPE, build_attention(AttentionConfig("naive"))).train()
+    tokens = (np.arange(300) * 7 % 65).astype(np.uint16)
+    with TrainLoader(
+        tokens, batch_size=2, context_length=8, seed=loader_seed, device="cpu", vocab_size=65, name="train.bin"
+    ) as loader:
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
+        yield TrainState(model, build_optimizer(model, OptimizerConfig()), scaler, loader, "byte")
+
+
+def advance(state: TrainState, steps: int) -> list[float]:
+    """Trains and returns the losses."""
+    losses = []
+    for _ in range(steps):
+        loss = state.model(*state.loader.next_batch())
+        state.scaler.scale(loss).backward()
+        optimizer_step(state.optimizer, state.scaler, 0.01, 1.0)
+        state.step += 1
+        losses.append(loss.item())
+    return losses
+
+
+def flat(value, path: str = "") -> dict[str, object]:
+    """Every leaf of nested dicts and lists by its path; tensors as lists."""
+    if isinstance(value, torch.Tensor):
+        return {path: (value.dtype, value.tolist())}
+    if isinstance(value, (dict, list, tuple)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        return {key: leaf for name, item in items for key, leaf in flat(item, f"{path}/{name}").items()}
+    return {path: value}
+
+
+def test_a_resumed_run_has_the_same_state_and_continues_to_the_bit(tmp_path):
+    with training(seed=1) as first:
+        advance(first, 5)
+        first.best_loss = 2.5
+        saved = flat(first.state_dict())
+        Checkpoints(tmp_path, keep=1).save(first.step, first.state_dict())
+        uninterrupted = advance(first, 4)
+        final = flat(first.state_dict())
+    with training(seed=2) as second:
+        second.load_state_dict(load(tmp_path))
+        assert flat(second.state_dict()) == saved
+        assert advance(second, 4) == uninterrupted
+        assert flat(second.state_dict()) == final
+    groups = {path.split("/")[1] for path in saved}
+    assert groups >= {"model", "model_config", "optimizer", "scaler", "loader", "tokenizer", "step", "best_loss", "rng"}
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"n_layer": 3}, "model.n_layer=3, but checkpoint.resume=this has 1; set model.n_layer=1"),
+        ({"vocab_size": 99}, "set model.vocab_size=65"),
+        ({"context_length": 9}, "is longer than the 8 positions of checkpoint.resume=this; set model.context_length=8"),
+        ({"context_length": 7}, "set model.context_length=8"),
+    ],
+)
+def test_a_run_of_another_shape_is_not_continued(change, sentence):
+    state = small(model_config=vars(SHAPE))
+    check_resumable(state, replace(SHAPE, dropout=0.0), "byte", "this")
+    with pytest.raises(UserError, match=sentence):
+        check_resumable(state, replace(SHAPE, **change), "byte", "this")
+
+
+def test_a_run_on_other_tokens_is_not_continued():
+    with pytest.raises(UserError, match="trained on byte tokens, not on gpt2"):
+        check_resumable(small(model_config=vars(SHAPE)), SHAPE, "gpt2", "this")
+
+
+def fail_half_way(state, file):
+    file.write(b"PK\x03\x04 half a checkpoint")
+    raise OSError("no space left on device")
+
+
+def fail(*args):
+    raise OSError("no space left on device")
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "failure"),
+    [(torch, "save", fail_half_way), (os, "fsync", fail), (os, "replace", fail)],
+    ids=["while writing", "while syncing", "while renaming"],
+)
+def test_a_failure_leaves_the_earlier_files_as_they_were(tmp_path, module, name, failure):
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(1, small(1))
+    checkpoints.save_best(small(1))
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, name, failure)
+        for write in (lambda: checkpoints.save(1, small(9)), lambda: checkpoints.save_best(small(9))):
+            with pytest.raises(OSError, match="no space"):
+                write()
+        with pytest.raises(OSError, match="no space"):
+            checkpoints.save(2, small(2))
+    assert {path: path.read_bytes() for path in before} == before
+    assert load(tmp_path)["step"] == 1
+    checkpoints.save(2, small(2))
+    assert load(tmp_path)["step"] == 2
+
+
+def test_the_newest_stay_and_the_best_besides(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", keep=2)
+    for step in (5, 10, 100, 1000):
+        checkpoints.save(step, small(step))
+        if step == 10:
+            checkpoints.save_best(small(step))
+    names = sorted(path.name for path in checkpoints.folder.iterdir())
+    assert names == ["best.pt", "step-00000100.pt", "step-00001000.pt"]
+    assert load(checkpoints.folder / "best.pt")["step"] == 10
+    checkpoints.save_best(small(1000))
+    assert load(checkpoints.folder / "best.pt")["step"] == 1000
+
+
+def test_what_was_just_saved_stays_in_a_folder_that_has_later_steps(tmp_path):
+    """A run that starts again, or goes back, in an old folder must not delete each of its own checkpoints at once."""
+    old = Checkpoints(tmp_path, keep=2)
+    for step in (400, 500):
+        old.save(step, small(step))
+    assert Checkpoints(tmp_path, keep=2).save(100, small(100)).exists()
+
+
+def test_the_newest_by_step_is_found_in_its_folder_and_in_that_of_its_run(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=9)
+    paths = [checkpoints.save(step, small(step)) for step in (90, 200, 1000)]
+    os.utime(paths[-1], (0, 0))
+    for stray in ("step-00009999.partial", "step-00009999.pt.bak", "step-99999.pt"):
+        (checkpoints.folder / stray).write_bytes(b"")
+    assert find(tmp_path) == find(checkpoints.folder) == find(str(paths[-1])) == paths[-1]
+    assert find(paths[0]) == paths[0]
+    assert find(tmp_path / "nothing") is None
+
+
+def test_no_checkpoint_is_refused_with_the_setting_to_change(tmp_path):
+    Checkpoints(tmp_path, keep=1).save_best(small())
+    with pytest.raises(UserError, match=f"checkpoint.resume={tmp_path} is neither .* give a step-"):
+        load(tmp_path, key="checkpoint.resume")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> bytes:
+    return Checkpoints(tmp_path_factory.mktemp("whole"), keep=1).save(1, small()).read_bytes()
+
+
+@given(share=st.floats(0, 1, exclude_max=True))
+@example(share=0.99999)
+@settings(deadline=None, max_examples=60)
+def test_a_file_cut_anywhere_is_refused_by_name(whole, tmp_path_factory, share):
+    path = tmp_path_factory.getbasetemp() / "step-00000007.pt"
+    path.write_bytes(whole[: int(share * len(whole))])
+    with pytest.raises(UserError, match=f"{path.name} is no readable checkpoint"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [[1, 2], torch.zeros(3), {"model": {}, "step": 1}, {"weights": torch.zeros(3)}],
+    ids=["a list", "a tensor", "half the keys", "other keys"],
+)
+def test_a_foreign_file_of_torch_is_refused_by_name(tmp_path, content):
+    path = tmp_path / "foreign.pt"
+    torch.save(content, path)
+    with pytest.raises(UserError, match="foreign.pt is not a checkpoint of this trainer; give another with resume="):
+        load(path, key="resume")
+
+
+@pytest.mark.parametrize("content", [b"", b"a text\n" * 100, bytes(1000)], ids=["empty", "text", "zeros"])
+def test_a_foreign_file_is_refused_by_name(tmp_path, content):
+    path = tmp_path / "foreign.pt"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="foreign.pt is no readable checkpoint"):
+        load(path)
+
+
+class Intruder:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder):
+        self.folder = str(folder)
+
+    def __reduce__(self):
+        return os.mkdir, (self.folder,)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [torch.save, lambda state, path: path.write_bytes(pickle.dumps(state, protocol=2))],
+    ids=["written by torch.save", "written by pickle"],
+)
+def test_code_in_a_checkpoint_is_refused_and_not_run(tmp_path, write):
+    path, folder = tmp_path / "step-00000001.pt", tmp_path / "intruded"
+    write(small(rng=Intruder(folder)), path)
+    with pytest.raises(UserError, match="no readable checkpoint"):
+        load(path)
+    assert not folder.exists()
+
+
+def draws() -> list[float]:
+    """From every generator; the odd number of normal draws leaves one of a pair behind."""
+    python = [random.random(), *(random.gauss(0, 1) for _ in range(3))]
+    numpy = [np.random.random(), *np.random.standard_normal(3)]
+    return [*python, *numpy, *torch.randn(3).tolist(), torch.rand(()).item()]
+
+
+def test_the_draws_after_a_restored_state_are_those_after_the_saved_one(tmp_path):
+    before = rng_state()
+    try:
+        draws()
+        Checkpoints(tmp_path, keep=1).save(1, small(rng=rng_state()))
+        expected = draws()
+        assert draws() != expected
+        random.seed(1), np.random.seed(1), torch.manual_seed(1)
+        set_rng_state(load(tmp_path)["rng"])
+        assert draws() == expected
+    finally:
+        set_rng_state(before)
+
+
+@pytest.mark.parametrize(("key", "value"), [("interval", 0), ("keep", 0), ("keep", -1)])
+def test_an_impossible_setting_is_refused_by_name(key, value):
+    with pytest.raises(UserError, match=f"checkpoint.{key}={value} must be at least 1"):
+        CheckpointConfig(**{key: value})
