@@ -1,0 +1,85 @@
+"""Tables and pictures of the README, made from bench/results: python -m bench.report [--check]."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import matplotlib
+import matplotlib.pyplot as plt
+
+from bench.environment import ROOT
+
+matplotlib.use("svg")  # draws without a screen
+matplotlib.rcParams["svg.hashsalt"] = "gpt2-flash"  # the same picture from the same numbers
+README = ROOT / "README.md"
+RESULTS = ROOT / "bench" / "results"
+COLOURS = {"naive": "#888888", "sdpa": "#1f77b4", "flash2": "#d62728"}
+
+
+def parity_table(results: Path) -> str:
+    """The attention variants side by side, from one run of bench.parity."""
+    file = json.loads((results / "h200" / "parity.json").read_text())
+    rows, where = {row["variant"]: row for row in file["rows"]}, file["environment"]
+    naive = rows["naive"]["tokens_per_second"]
+    steps = rows["naive"]["steps"]
+    lines = [
+        "| attention | tokens/s | x naive | TFLOP/s | MFU | peak memory | validation loss |",
+        "|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    for name, row in rows.items():
+        lines.append(
+            f"| `{name}` | {row['tokens_per_second']:,.0f} | {row['tokens_per_second'] / naive:.2f} "
+            f"| {row['tflops']:.0f} | {row['mfu']:.1%} | {row['peak_gib']:.1f} GiB | {row['val_loss']:.4f} |"
+        )
+    lines += [
+        "",
+        f"GPT-2 124M, context 1024, {steps} steps of 32 x 1024 tokens of Wikipedia from one seed, bf16, compiled; "
+        f"one {where['gpu']} (torch {where['torch'].partition('+')[0]}, Triton {where['triton']}, {where['date']}).",
+    ]
+    return "\n".join(lines)
+
+
+def parity_picture(results: Path, picture: Path) -> None:
+    """Loss curves, which should coincide, over tokens and over time, which should not."""
+    rows = json.loads((results / "h200" / "parity.json").read_text())["rows"]
+    figure, (by_tokens, by_time) = plt.subplots(1, 2, figsize=(9, 3.2), sharey=True, layout="constrained")
+    for row in rows:
+        steps, losses = zip(*row["loss_curve"], strict=True)
+        colour = COLOURS[row["variant"]]
+        by_tokens.plot([s * row["tokens"] / row["steps"] / 1e6 for s in steps], losses, color=colour, lw=1)
+        by_time.plot([s * row["step_ms"] / 1e3 for s in steps], losses, color=colour, lw=1, label=row["variant"])
+    by_tokens.set(xlabel="million tokens", ylabel="training loss (nats)")
+    by_time.set(xlabel="seconds of training")
+    by_time.legend(frameon=False)
+    for axes in (by_tokens, by_time):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(picture, metadata={"Date": None})
+    plt.close(figure)
+
+
+def fill(text: str, results: Path = RESULTS) -> str:
+    """The README with every generated part made anew."""
+    for name, make in {"parity": parity_table}.items():
+        start, end = f"<!-- {name} -->\n", f"\n<!-- /{name} -->"
+        before, _, rest = text.partition(start)
+        _, mark, after = rest.partition(end.lstrip())
+        assert mark, f"README.md lacks the marks of {name}"
+        text = before + start + make(results) + end + after
+    return text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.report", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="change nothing; fail where the README would change")
+    check = parser.parse_args().check
+    old = README.read_text()
+    new = fill(old)
+    if check:
+        sys.exit(0 if new == old else "README.md differs from bench/results; run python -m bench.report")
+    README.write_text(new)
+    parity_picture(RESULTS, RESULTS / "h200" / "parity.svg")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""The README shows what was measured, and CI runs what it tells a stranger to run."""
+
+import json
+import re
+from pathlib import Path
+
+from bench.report import README, RESULTS, fill, parity_picture
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_tables_are_those_of_the_results():
+    assert fill(README.read_text()) == README.read_text(), "run python -m bench.report"
+
+
+def test_a_changed_result_changes_the_table(tmp_path):
+    file = json.loads((RESULTS / "h200" / "parity.json").read_text())
+    file["rows"][-1]["tokens_per_second"] = 123456
+    (tmp_path / "h200").mkdir()
+    (tmp_path / "h200" / "parity.json").write_text(json.dumps(file))
+    assert "123,456" in fill(README.read_text(), tmp_path)
+
+
+def test_picture_can_be_drawn_from_the_results(tmp_path):
+    parity_picture(RESULTS, tmp_path / "parity.svg")
+    assert "<svg" in (tmp_path / "parity.svg").read_text()
+
+
+def test_ci_runs_the_readmes_test_command():
+    commands = re.findall(r"^    (.* && pytest)$", README.read_text(), re.M)
+    assert commands == ['pip install -e ".[test]" && pytest']
+    assert "&& pytest$" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_every_file_the_readme_names_exists():
+    text = README.read_text()
+    for path in re.findall(r"`((?:\w+/)+[\w.]+\.(?:py|md))`|\]\(([\w/.]+)\)", text):
+        assert (ROOT / (path[0] or path[1])).is_file(), path
