@@ -23,19 +23,19 @@ from trainer.precision import PrecisionConfig
 class TrainConfig:
     """The loop."""
 
-    batch_size: int = 16
+    batch_size: int = 8
     """Sequences per device and micro-step."""
     grad_accumulation: int | None = None
     """Micro-steps per optimizer step; null is 1, or what train.global_batch_size asks for."""
     global_batch_size: int | None = None
     """Sequences per optimizer step; another way to give grad_accumulation."""
-    max_steps: int = 500
+    max_steps: int = 1500
     """Optimizer steps in all."""
-    eval_interval: int = 100
+    eval_interval: int = 250
     """Steps between two evaluations; one more ends the run."""
-    eval_tokens: int = 131072
+    eval_tokens: int = 65536
     """Validation tokens of an evaluation, always the same; best a multiple of batch_size times context_length."""
-    log_interval: int = 10
+    log_interval: int = 25
     """Steps between two rows of metrics."""
     seed: int = 1337
     """Of the weights, the order of the data and dropout."""

@@ -82,6 +82,25 @@ def test_run_killed_with_sigkill_continues_bit_for_bit(workplace):
     assert_same_run("killed", "whole")
 
 
+@pytest.mark.gpu
+def test_run_killed_on_the_gpu_continues_bit_for_bit_in_deterministic_mode(workplace):
+    """In processes of their own, since cuBLAS reads its setting when it starts."""
+
+    def begin(folder: str) -> Popen:
+        settings = (*TINY, *DEMANDING, "device=cuda", "train.deterministic=true", f"hydra.run.dir={folder}")
+        resume = (f"checkpoint.dir={folder}/checkpoints", "checkpoint.resume=auto")
+        return start("-c", SLOW_TRAINER, *settings, *resume)
+
+    killed, whole = begin("killed"), begin("whole")
+    wait_for_step(23, "killed", killed)
+    killed.kill()
+    killed.communicate()
+    for process in (begin("killed"), whole):
+        _, err = process.communicate(timeout=200)
+        assert process.returncode == 0, err
+    assert_same_run("killed", "whole")
+
+
 @pytest.mark.parametrize("attention", ["naive", "sdpa"])
 def test_run_that_broke_off_continues_bit_for_bit(workplace, monkeypatch, attention):
     train("whole", *DEMANDING, f"attention={attention}").ok()

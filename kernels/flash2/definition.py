@@ -61,6 +61,7 @@ def forward(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     logsumexp = q.new_empty((batch, heads, seq_q), dtype=_accumulator(q.dtype))
     Q, K, V = (_heads_first(x, heads) for x in (q, k, v))
+    Q = Q * scale
     for rows in _tiles(seq_q):
         Qi = _cut(Q, rows)
         Oi = torch.zeros_like(Qi)
@@ -68,13 +69,13 @@ def forward(
         l = torch.zeros_like(m)
         for cols in _key_tiles(rows, seq_k, causal, offset):
             Kj, Vj = _cut(K, cols), _cut(V, cols)
-            S = (Qi @ Kj.transpose(-2, -1)) * scale
+            S = Qi @ Kj.mT
             mask = _visible(rows, cols, offset, q.device) if causal else None
             if mask is not None:
-                S = S.masked_fill(~mask, NEG_INF)
+                S.masked_fill_(~mask, NEG_INF)
             m_new = torch.maximum(m, S.amax(-1, keepdim=True))
             shift = m_new.masked_fill(m_new == NEG_INF, 0)  # keeps exp(-inf - -inf) from being NaN
-            P = torch.exp(S - shift)
+            P = S.sub_(shift).exp_()
             alpha = torch.exp(m - shift)
             l = alpha * l + P.sum(-1, keepdim=True)
             if dropout_p:
@@ -103,6 +104,7 @@ def backward(
     (batch, seq_q, heads, head_dim), (seq_k, kv_heads) = q.shape, k.shape[1:3]
     offset = seq_k - seq_q
     Q, K, V, O, dO = (_heads_first(x, heads) for x in (q, k, v, out, dout))
+    Q = Q * scale  # so that S needs no scaling, nor dK; dQ does, at the end
     L = logsumexp.unsqueeze(-1)
     D = (dO * O).sum(-1, keepdim=True)
     dQ, dK, dV = torch.zeros_like(Q), torch.zeros_like(K), torch.zeros_like(V)
@@ -112,24 +114,24 @@ def backward(
             if causal and rows.stop - 1 + offset < cols.start:
                 continue
             Qi, dOi = _cut(Q, rows), _cut(dO, rows)
-            P = torch.exp((Qi @ Kj.transpose(-2, -1)) * scale - _cut(L, rows))
+            P = (Qi @ Kj.mT).sub_(_cut(L, rows)).exp_()
             mask = _visible(rows, cols, offset, q.device) if causal else None
             if mask is not None:
-                P = P.masked_fill(~mask, 0)
-            dP = dOi @ Vj.transpose(-2, -1)
+                P.masked_fill_(~mask, 0)
+            dP = dOi @ Vj.mT
             kept = P
             if dropout_p:
                 Z = philox.keep_mask(seed, batch, heads, rows, cols, dropout_p) / (1 - dropout_p)
                 kept, dP = P * Z, dP * Z
-            _cut(dV, cols).add_(kept.transpose(-2, -1) @ dOi)
-            dS = P * (dP - _cut(D, rows)) * scale
+            _cut(dV, cols).add_(kept.mT @ dOi)
+            dS = dP.sub_(_cut(D, rows)).mul_(P)
             _cut(dQ, rows).add_(dS @ Kj)
-            _cut(dK, cols).add_(dS.transpose(-2, -1) @ Qi)
+            _cut(dK, cols).add_(dS.mT @ Qi)
 
     def per_kv_head(grad: Tensor) -> Tensor:
         return grad.view(batch, kv_heads, heads // kv_heads, seq_k, head_dim).sum(2)
 
-    grads = (dQ, q), (per_kv_head(dK), k), (per_kv_head(dV), v)
+    grads = (dQ * scale, q), (per_kv_head(dK), k), (per_kv_head(dV), v)
     return tuple(grad.transpose(1, 2).to(x.dtype).contiguous() for grad, x in grads)
 
 

@@ -16,8 +16,8 @@ CASES += [Case(batch=1, seq_q=1025, seq_k=1025, dtype=dtype) for dtype in (F32, 
 LENGTHS = [Case(seq_q=q, seq_k=k, causal=c, dtype=BF16) for q, k in ((63, 100), (100, 63)) for c in (True, False)]
 
 
-# torch's own kernels are what they are: its CPU kernel errs 2.0 to 2.6 times as much as its math attention in 16 bits.
-FACTORS = {"naive": 2, "flash2": 2, "sdpa": 3}
+# torch's own kernels are what they are: its CPU kernel errs up to 3.3 times as much as its math attention in 16 bits.
+FACTORS = {"naive": 2, "flash2": 2, "sdpa": 4}
 
 
 def run(name: str, case: Case, device: str, backend: str = "auto") -> None:
