@@ -29,9 +29,9 @@ class TrainConfig:
     """Micro-steps per optimizer step; null is 1, or what train.global_batch_size asks for."""
     global_batch_size: int | None = None
     """Sequences per optimizer step; another way to give grad_accumulation."""
-    max_steps: int = 1500
+    max_steps: int = 1200
     """Optimizer steps in all."""
-    eval_interval: int = 250
+    eval_interval: int = 200
     """Steps between two evaluations; one more ends the run."""
     eval_tokens: int = 65536
     """Validation tokens of an evaluation, always the same; best a multiple of batch_size times context_length."""

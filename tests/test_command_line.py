@@ -178,5 +178,5 @@ def test_other_scripts_help(workplace, script, words):
 
 def test_configuration_can_be_shown_without_a_run(workplace):
     out = run("train.py", "--cfg", "job").ok().out
-    assert "context_length: 256" in out and "resume: null" in out
+    assert "n_layer: 4" in out and "resume: null" in out
     assert [path.name for path in workplace.iterdir()] == ["tokens"]

@@ -1,51 +1,58 @@
-"""Launching the Triton kernels of flash2: tile sizes, strides and grids."""
+"""Launching the Triton kernels of flash2: which tiles, by pointer or by TMA, strides and grids."""
 
-from typing import NamedTuple
+from functools import cache
 
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.flash2 import philox
+from kernels.flash2.tiles import Tile, Tiles, length_bucket, padded_head_dim, tiles_for
 from kernels.flash2.triton_kernels import delta_kernel, forward_kernel, key_gradient_kernel, query_gradient_kernel
 
 
-class Tile(NamedTuple):
-    """Rows of a query tile and of a key tile, warps of a program, depth of the loads' pipeline."""
-
-    m: int
-    n: int
-    warps: int
-    stages: int
-
-
-class Tiles(NamedTuple):
-    """Tiles of the three loops: forward, dK and dV, dQ."""
-
-    forward: Tile
-    key_gradient: Tile
-    query_gradient: Tile
+@cache
+def arch_of(device: torch.device) -> str:
+    """ "sm_90", "gfx942", ...; "cpu" under the interpreter."""
+    if device.type != "cuda":
+        return device.type
+    if torch.version.hip is not None:
+        return torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
+    return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
 
 
-# By padded head size: for 2-byte inputs the best of what was tried on an H200, within 96 KiB of shared memory.
-TILES = {
-    16: Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
-    32: Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
-    64: Tiles(Tile(64, 64, 4, 3), Tile(32, 64, 4, 3), Tile(64, 32, 4, 3)),
-    128: Tiles(Tile(64, 32, 4, 3), Tile(64, 64, 8, 1), Tile(64, 64, 8, 1)),
-    256: Tiles(Tile(64, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
-}
-FP32_TILE = Tile(32, 32, 4, 1)
+def choose_tiles(q: Tensor, k: Tensor, causal: bool) -> Tiles:
+    """The table's tiles for these inputs."""
+    return tiles_for(arch_of(q.device), q.shape[3], q.dtype, causal, length_bucket(k.shape[1]))
 
 
-def padded_head_dim(head_dim: int) -> int:
-    """The power of two the kernels pad head_dim to."""
-    return max(16, triton.next_power_of_2(head_dim))
+def explain(head_dim: int, dtype: torch.dtype, causal: bool, seq_len: int, arch: str) -> str:
+    """One line: what flash2 launches for contiguous inputs of this kind on an architecture."""
+    tiles = tiles_for(arch, head_dim, dtype, causal, length_bucket(seq_len))
+    loads = "TMA" if arch == "sm_90" and dtype != torch.float32 else "pointers"
+    parts = [f"{name} {t.m}x{t.n}, {t.warps} warps, {t.stages} stages" for name, t in tiles._asdict().items()]
+    return f"plain Triton, loads by {loads}; {'; '.join(parts)}"
 
 
-def tiles_for(head_dim: int, dtype: torch.dtype) -> Tiles:
-    """The tiles for a head size (16 to 256) and an input dtype; fp32 takes small ones, having no tensor cores here."""
-    return Tiles(*[FP32_TILE] * 3) if dtype == torch.float32 else TILES[padded_head_dim(head_dim)]
+def uses_tma(*inputs: Tensor) -> bool:
+    """Whether the kernels read (batch, length, heads, head_dim) inputs through TMA, Hopper's copy engine.
+
+    On sm_90, for 16-bit inputs whose address and strides it takes: multiples of 16 bytes, none of them zero. By pointer
+    otherwise: on architectures where it has not been measured, and for views cut at odd places.
+    """
+    if not all(x.element_size() == 2 for x in inputs):
+        return False
+    if arch_of(inputs[0].device) != "sm_90":
+        return False
+    return all(x.data_ptr() % 16 == 0 and all(s > 0 and s % 8 == 0 for s in x.stride()[:3]) for x in inputs)
+
+
+def _read(x: Tensor, rows: int, tma: bool) -> Tensor | TensorDescriptor:
+    """x as a kernel reads it, `rows` of one head at a time."""
+    if not tma:
+        return x
+    return TensorDescriptor(x, x.shape, x.stride(), [1, rows, 1, padded_head_dim(x.shape[3])])
 
 
 def _strides(*tensors: Tensor) -> tuple[int, ...]:
@@ -53,13 +60,14 @@ def _strides(*tensors: Tensor) -> tuple[int, ...]:
     return tuple(stride for x in tensors for stride in x.stride()[:3])
 
 
-def _constants(head_dim: int, causal: bool, dropout_p: float, interpreted: bool) -> dict:
+def _constants(head_dim: int, causal: bool, dropout_p: float, interpreted: bool, tma: bool) -> dict:
     return {
         "HEAD_DIM": head_dim,
         "D": padded_head_dim(head_dim),
         "CAUSAL": causal,
         "DROPOUT": dropout_p > 0,
         "UPCAST": interpreted,
+        "TMA": tma,
     }
 
 
@@ -72,19 +80,30 @@ def _dropout(dropout_p: float) -> tuple[int, float]:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, causal: bool, scale: float, dropout_p: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seed: Tensor | None,
+    causal: bool,
+    scale: float,
+    dropout_p: float,
+    tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Same contract as definition.forward: O (B, T, H, D) contiguous, logsumexp (B, H, T) fp32."""
+    """Same contract as definition.forward: O (B, T, H, D) contiguous, logsumexp (B, H, T) fp32.
+
+    `tiles` is for those who tune; the table's by default.
+    """
     (batch, seq_q, heads, head_dim), (seq_k, kv_heads) = q.shape, k.shape[1:3]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     logsumexp = torch.empty((batch, heads, seq_q), dtype=torch.float32, device=q.device)
-    tile = tiles_for(head_dim, q.dtype).forward
+    tile, tma = (tiles or choose_tiles(q, k, causal)).forward, uses_tma(q, k, v)
     with torch.cuda.device_of(q):
         forward_kernel[(batch * heads * triton.cdiv(seq_q, tile.m),)](
-            *(q, k, v, out, logsumexp, seed),
+            *(_read(q, tile.m, tma), _read(k, tile.n, tma), _read(v, tile.n, tma)),
+            *(out, logsumexp, seed),
             *_strides(q, k, v, out),
             *(heads, heads // kv_heads, seq_q, seq_k, scale, *_dropout(dropout_p)),
-            **_constants(head_dim, causal, dropout_p, interpreted=not q.is_cuda),
+            **_constants(head_dim, causal, dropout_p, interpreted=not q.is_cuda, tma=tma),
             **_options(tile),
         )
     return out, logsumexp
@@ -101,10 +120,11 @@ def backward(
     causal: bool,
     scale: float,
     dropout_p: float,
+    tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Same contract as definition.backward: contiguous dq, dk and dv."""
     grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    _backward_into(*grads, dout, q, k, v, out, logsumexp, seed, causal, scale, dropout_p)
+    _backward_into(*grads, dout, q, k, v, out, logsumexp, seed, causal, scale, dropout_p, tiles)
     return grads
 
 
@@ -115,13 +135,13 @@ def backward_packed(dout: Tensor, qkv: Tensor, *args) -> Tensor:
     return dqkv
 
 
-def _backward_into(dq, dk, dv, dout, q, k, v, out, logsumexp, seed, causal, scale, dropout_p) -> None:
+def _backward_into(dq, dk, dv, dout, q, k, v, out, logsumexp, seed, causal, scale, dropout_p, tiles=None) -> None:
     """Three launches, no atomics, hence deterministic. dk and dv share their strides."""
     (batch, seq_q, heads, head_dim), (seq_k, kv_heads) = q.shape, k.shape[1:3]
-    tiles = tiles_for(head_dim, q.dtype)
+    tiles, tma = tiles or choose_tiles(q, k, causal), uses_tma(q, k, v, dout)
     delta = torch.empty_like(logsumexp)
     sizes = heads, heads // kv_heads, seq_q, seq_k, scale, *_dropout(dropout_p)
-    constants = _constants(head_dim, causal, dropout_p, interpreted=not q.is_cuda)
+    constants = _constants(head_dim, causal, dropout_p, interpreted=not q.is_cuda, tma=tma)
     with torch.cuda.device_of(q):
         delta_kernel[(batch * heads * triton.cdiv(seq_q, 64),)](
             *(out, dout, delta),
@@ -131,7 +151,8 @@ def _backward_into(dq, dk, dv, dout, q, k, v, out, logsumexp, seed, causal, scal
         )
         tile = tiles.key_gradient
         key_gradient_kernel[(batch * kv_heads * triton.cdiv(seq_k, tile.n),)](
-            *(q, k, v, dout, logsumexp, delta, dk, dv, seed),
+            *(_read(q, tile.m, tma), _read(k, tile.n, tma), _read(v, tile.n, tma), _read(dout, tile.m, tma)),
+            *(logsumexp, delta, dk, dv, seed),
             *_strides(q, k, v, dout, dk),
             *sizes,
             **constants,
@@ -140,7 +161,8 @@ def _backward_into(dq, dk, dv, dout, q, k, v, out, logsumexp, seed, causal, scal
         )
         tile = tiles.query_gradient
         query_gradient_kernel[(batch * heads * triton.cdiv(seq_q, tile.m),)](
-            *(q, k, v, dout, logsumexp, delta, dq, seed),
+            *(_read(q, tile.m, tma), _read(k, tile.n, tma), _read(v, tile.n, tma), _read(dout, tile.m, tma)),
+            *(logsumexp, delta, dq, seed),
             *_strides(q, k, v, dout, dq),
             *sizes,
             **constants,

@@ -23,18 +23,46 @@ def _head(pointer, batch, head, s_batch, s_head):
 
 
 @triton.jit
-def _load(p_x, s_x, start, length, o_rows, HEAD_DIM: tl.constexpr, D: tl.constexpr, BOUNDED: tl.constexpr):
-    """Rows start + o_rows of one head, [rows, D]; rows past `length` (where BOUNDED) and the padding of D read zero."""
-    o_d = tl.arange(0, D)
-    p_tile = p_x + tl.cast(start, tl.int64) * s_x + o_rows[:, None] * s_x + o_d[None, :]
-    if BOUNDED and D != HEAD_DIM:
-        return tl.load(p_tile, mask=(start + o_rows < length)[:, None] & (o_d < HEAD_DIM)[None, :], other=0.0)
-    elif BOUNDED:
-        return tl.load(p_tile, mask=(start + o_rows < length)[:, None], other=0.0)
-    elif D != HEAD_DIM:
-        return tl.load(p_tile, mask=(o_d < HEAD_DIM)[None, :], other=0.0)
+def _at_head(x, batch, head, s_batch, s_head, TMA: tl.constexpr):
+    """What _load reads one head of x from: a pointer to its first row, or the descriptor of the whole of x."""
+    if TMA:
+        return x
     else:
-        return tl.load(p_tile)
+        return _head(x, batch, head, s_batch, s_head)
+
+
+@triton.jit
+def _load(
+    x,
+    batch,
+    head,
+    s_x,
+    start,
+    length,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """Rows start to start + ROWS of one head, [ROWS, D]; the padding of D, and rows past `length`, read zero.
+
+    By pointer the rows are checked only where BOUNDED; by TMA, Hopper's copy engine, they always are.
+    """
+    if TMA:
+        return x.load([batch, start, head, 0]).reshape(ROWS, D)
+    else:
+        o_rows = tl.arange(0, ROWS)
+        o_d = tl.arange(0, D)
+        p_tile = x + tl.cast(start, tl.int64) * s_x + o_rows[:, None] * s_x + o_d[None, :]
+        if BOUNDED and D != HEAD_DIM:
+            return tl.load(p_tile, mask=(start + o_rows < length)[:, None] & (o_d < HEAD_DIM)[None, :], other=0.0)
+        elif BOUNDED:
+            return tl.load(p_tile, mask=(start + o_rows < length)[:, None], other=0.0)
+        elif D != HEAD_DIM:
+            return tl.load(p_tile, mask=(o_d < HEAD_DIM)[None, :], other=0.0)
+        else:
+            return tl.load(p_tile)
 
 
 @triton.jit
@@ -65,10 +93,10 @@ def _dot(a, b, acc, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def _kept(seed, o_i, o_j, head, threshold):
+def _kept(seed, o_i, o_j, bh, threshold):
     """Dropout's survivors of one tile [i, j]: see philox.py, which computes the same bits."""
     zero = (o_i * 0)[:, None] + (o_j * 0)[None, :]
-    bits, _, _, _ = tl.philox(seed, o_j[None, :] + zero, o_i[:, None] + zero, head + zero, zero)
+    bits, _, _, _ = tl.philox(seed, o_j[None, :] + zero, o_i[:, None] + zero, bh + zero, zero)
     return (bits >> 1).to(tl.int32) >= threshold
 
 
@@ -78,8 +106,10 @@ def _forward_tiles(
     m,
     l,
     b_q,
-    p_k,
-    p_v,
+    k,
+    v,
+    batch,
+    kv_head,
     s_k,
     s_v,
     start,
@@ -89,7 +119,7 @@ def _forward_tiles(
     seq_k,
     scale_log2,
     seed,
-    head,
+    bh,
     threshold,
     N: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -97,13 +127,14 @@ def _forward_tiles(
     CAUSAL: tl.constexpr,
     DROPOUT: tl.constexpr,
     UPCAST: tl.constexpr,
+    TMA: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Lines 7 to 11 of Algorithm 1 over the keys [start, stop): online softmax, O kept unnormalised."""
     o_n = tl.arange(0, N)
     for n in tl.range(start, stop, N):
         o_j = n + o_n
-        b_k = _load(p_k, s_k, n, seq_k, o_n, HEAD_DIM, D, MASKED)
+        b_k = _load(k, batch, kv_head, s_k, n, seq_k, N, HEAD_DIM, D, MASKED, TMA)
         b_s = _dot(b_q, tl.trans(b_k), tl.zeros([o_i.shape[0], N], tl.float32), UPCAST)
         if MASKED:
             visible = (o_j < seq_k)[None, :]
@@ -119,8 +150,8 @@ def _forward_tiles(
         alpha = tl.math.exp2(m - shift)
         l = l * alpha + tl.sum(b_p, 1)
         if DROPOUT:
-            b_p = tl.where(_kept(seed, o_i, o_j, head, threshold), b_p, 0.0)
-        b_v = _load(p_v, s_v, n, seq_k, o_n, HEAD_DIM, D, MASKED)
+            b_p = tl.where(_kept(seed, o_i, o_j, bh, threshold), b_p, 0.0)
+        b_v = _load(v, batch, kv_head, s_v, n, seq_k, N, HEAD_DIM, D, MASKED, TMA)
         acc = _dot(_to(b_p, b_v.dtype, UPCAST), b_v, acc * alpha[:, None], UPCAST)
         m = m_new
     return acc, m, l
@@ -160,6 +191,7 @@ def forward_kernel(
     CAUSAL: tl.constexpr,
     DROPOUT: tl.constexpr,
     UPCAST: tl.constexpr,
+    TMA: tl.constexpr,
 ):
     """Algorithm 1: one program computes M rows of O and of the logsumexp.
 
@@ -172,9 +204,11 @@ def forward_kernel(
     batch, head = bh // heads, bh % heads
     offset = seq_k - seq_q
     o_m = tl.arange(0, M)
-    p_k = _head(k, batch, head // groups, sk_b, sk_h)
-    p_v = _head(v, batch, head // groups, sv_b, sv_h)
-    b_q = _load(_head(q, batch, head, sq_b, sq_h), sq_t, i, seq_q, o_m, HEAD_DIM, D, True)
+    kv_head = head // groups
+    k = _at_head(k, batch, kv_head, sk_b, sk_h, TMA)
+    v = _at_head(v, batch, kv_head, sv_b, sv_h, TMA)
+    q = _at_head(q, batch, head, sq_b, sq_h, TMA)
+    b_q = _load(q, batch, head, sq_t, i, seq_q, M, HEAD_DIM, D, True, TMA)
     b_seed = 0
     if DROPOUT:
         b_seed = tl.load(seed)
@@ -188,12 +222,12 @@ def forward_kernel(
     l = tl.zeros([M], tl.float32)
     # fmt: off
     acc, m, l = _forward_tiles(
-        acc, m, l, b_q, p_k, p_v, sk_t, sv_t, 0, full, i + o_m, offset, seq_k, scale * LOG2_E, b_seed, bh, threshold,
-        N, HEAD_DIM, D, CAUSAL, DROPOUT, UPCAST, False,
+        acc, m, l, b_q, k, v, batch, kv_head, sk_t, sv_t, 0, full, i + o_m, offset, seq_k, scale * LOG2_E,
+        b_seed, bh, threshold, N, HEAD_DIM, D, CAUSAL, DROPOUT, UPCAST, TMA, False,
     )
     acc, m, l = _forward_tiles(
-        acc, m, l, b_q, p_k, p_v, sk_t, sv_t, full, stop, i + o_m, offset, seq_k, scale * LOG2_E, b_seed, bh, threshold,
-        N, HEAD_DIM, D, CAUSAL, DROPOUT, UPCAST, True,
+        acc, m, l, b_q, k, v, batch, kv_head, sk_t, sv_t, full, stop, i + o_m, offset, seq_k, scale * LOG2_E,
+        b_seed, bh, threshold, N, HEAD_DIM, D, CAUSAL, DROPOUT, UPCAST, TMA, True,
     )
     # fmt: on
     b_out = acc * (keep_scale / tl.where(l == 0.0, 1.0, l))[:, None]
@@ -225,8 +259,9 @@ def delta_kernel(
     i = tl.program_id(0) % tiles * M
     batch, head = bh // heads, bh % heads
     o_m = tl.arange(0, M)
-    b_out = _load(_head(out, batch, head, so_b, so_h), so_t, i, seq_q, o_m, HEAD_DIM, D, True)
-    b_dout = _load(_head(dout, batch, head, sdo_b, sdo_h), sdo_t, i, seq_q, o_m, HEAD_DIM, D, True)
+    p_out, p_dout = _head(out, batch, head, so_b, so_h), _head(dout, batch, head, sdo_b, sdo_h)
+    b_out = _load(p_out, batch, head, so_t, i, seq_q, M, HEAD_DIM, D, True, False)
+    b_dout = _load(p_dout, batch, head, sdo_t, i, seq_q, M, HEAD_DIM, D, True, False)
     b_delta = tl.sum(b_out.to(tl.float32) * b_dout.to(tl.float32), 1)
     tl.store(delta + tl.cast(bh, tl.int64) * seq_q + i + o_m, b_delta, mask=i + o_m < seq_q)
 
@@ -237,10 +272,12 @@ def _key_gradient_tiles(
     dv,
     b_k,
     b_v,
-    p_q,
-    p_do,
+    q,
+    dout,
     p_lse,
     p_delta,
+    batch,
+    head,
     s_q,
     s_do,
     start,
@@ -250,7 +287,7 @@ def _key_gradient_tiles(
     seq_q,
     scale_log2,
     seed,
-    head,
+    bh,
     threshold,
     keep_scale,
     M: tl.constexpr,
@@ -258,6 +295,7 @@ def _key_gradient_tiles(
     D: tl.constexpr,
     DROPOUT: tl.constexpr,
     UPCAST: tl.constexpr,
+    TMA: tl.constexpr,
     BOUNDED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
@@ -269,8 +307,8 @@ def _key_gradient_tiles(
     o_m = tl.arange(0, M)
     for m in tl.range(start, stop, M):
         o_i = m + o_m
-        b_q = _load(p_q, s_q, m, seq_q, o_m, HEAD_DIM, D, BOUNDED)
-        b_do = _load(p_do, s_do, m, seq_q, o_m, HEAD_DIM, D, BOUNDED)
+        b_q = _load(q, batch, head, s_q, m, seq_q, M, HEAD_DIM, D, BOUNDED, TMA)
+        b_do = _load(dout, batch, head, s_do, m, seq_q, M, HEAD_DIM, D, BOUNDED, TMA)
         b_st = _dot(b_k, tl.trans(b_q), tl.zeros([o_j.shape[0], M], tl.float32), UPCAST)
         b_dpt = _dot(b_v, tl.trans(b_do), tl.zeros([o_j.shape[0], M], tl.float32), UPCAST)
         if BOUNDED:
@@ -284,7 +322,7 @@ def _key_gradient_tiles(
             b_pt = tl.where(o_j[:, None] <= o_i[None, :] + offset, b_pt, 0.0)
         b_pt_kept = b_pt
         if DROPOUT:
-            kept = tl.trans(_kept(seed, o_i, o_j, head, threshold))
+            kept = tl.trans(_kept(seed, o_i, o_j, bh, threshold))
             b_pt_kept = tl.where(kept, b_pt, 0.0)
             b_dpt = tl.where(kept, b_dpt * keep_scale, 0.0)
         dv = _dot(_to(b_pt_kept, b_do.dtype, UPCAST), b_do, dv, UPCAST)
@@ -333,6 +371,7 @@ def key_gradient_kernel(
     CAUSAL: tl.constexpr,
     DROPOUT: tl.constexpr,
     UPCAST: tl.constexpr,
+    TMA: tl.constexpr,
     BOUNDED: tl.constexpr,
 ):
     """dK and dV of Algorithm 2: one program owns N keys of one key/value head and sums over the heads of its group.
@@ -347,8 +386,10 @@ def key_gradient_kernel(
     j = tl.program_id(0) % tiles * N
     offset = seq_k - seq_q
     o_n = tl.arange(0, N)
-    b_k = _load(_head(k, batch, kv_head, sk_b, sk_h), sk_t, j, seq_k, o_n, HEAD_DIM, D, True)
-    b_v = _load(_head(v, batch, kv_head, sv_b, sv_h), sv_t, j, seq_k, o_n, HEAD_DIM, D, True)
+    k = _at_head(k, batch, kv_head, sk_b, sk_h, TMA)
+    v = _at_head(v, batch, kv_head, sv_b, sv_h, TMA)
+    b_k = _load(k, batch, kv_head, sk_t, j, seq_k, N, HEAD_DIM, D, True, TMA)
+    b_v = _load(v, batch, kv_head, sv_t, j, seq_k, N, HEAD_DIM, D, True, TMA)
     b_seed = 0
     if DROPOUT:
         b_seed = tl.load(seed)
@@ -362,21 +403,21 @@ def key_gradient_kernel(
     for g in range(groups):
         head = kv_head * groups + g
         bh = batch * heads + head
-        p_q = _head(q, batch, head, sq_b, sq_h)
-        p_do = _head(dout, batch, head, sdo_b, sdo_h)
+        q_head = _at_head(q, batch, head, sq_b, sq_h, TMA)
+        do_head = _at_head(dout, batch, head, sdo_b, sdo_h, TMA)
         p_lse = logsumexp + tl.cast(bh, tl.int64) * seq_q
         p_delta = delta + tl.cast(bh, tl.int64) * seq_q
         # fmt: off
         if CAUSAL:
             b_dk, b_dv = _key_gradient_tiles(
-                b_dk, b_dv, b_k, b_v, p_q, p_do, p_lse, p_delta, sq_t, sdo_t, first, tl.minimum(full, seq_q), j + o_n,
-                offset, seq_q, scale * LOG2_E, b_seed, bh, threshold, keep_scale,
-                M, HEAD_DIM, D, DROPOUT, UPCAST, BOUNDED, True,
+                b_dk, b_dv, b_k, b_v, q_head, do_head, p_lse, p_delta, batch, head, sq_t, sdo_t,
+                first, tl.minimum(full, seq_q), j + o_n, offset, seq_q, scale * LOG2_E, b_seed, bh, threshold,
+                keep_scale, M, HEAD_DIM, D, DROPOUT, UPCAST, TMA, BOUNDED, True,
             )
         b_dk, b_dv = _key_gradient_tiles(
-            b_dk, b_dv, b_k, b_v, p_q, p_do, p_lse, p_delta, sq_t, sdo_t, full, seq_q, j + o_n,
-            offset, seq_q, scale * LOG2_E, b_seed, bh, threshold, keep_scale,
-            M, HEAD_DIM, D, DROPOUT, UPCAST, BOUNDED, False,
+            b_dk, b_dv, b_k, b_v, q_head, do_head, p_lse, p_delta, batch, head, sq_t, sdo_t,
+            full, seq_q, j + o_n, offset, seq_q, scale * LOG2_E, b_seed, bh, threshold, keep_scale,
+            M, HEAD_DIM, D, DROPOUT, UPCAST, TMA, BOUNDED, False,
         )
         # fmt: on
     _store(_head(dk, batch, kv_head, sdk_b, sdk_h), sdk_t, j, seq_k, o_n, b_dk * scale, HEAD_DIM, D, UPCAST)
@@ -390,8 +431,10 @@ def _query_gradient_tiles(
     b_do,
     b_lse,
     b_delta,
-    p_k,
-    p_v,
+    k,
+    v,
+    batch,
+    kv_head,
     s_k,
     s_v,
     start,
@@ -401,7 +444,7 @@ def _query_gradient_tiles(
     seq_k,
     scale_log2,
     seed,
-    head,
+    bh,
     threshold,
     keep_scale,
     N: tl.constexpr,
@@ -410,14 +453,15 @@ def _query_gradient_tiles(
     CAUSAL: tl.constexpr,
     DROPOUT: tl.constexpr,
     UPCAST: tl.constexpr,
+    TMA: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Lines 11 to 15 of Algorithm 2 for dQ alone, over the keys [start, stop)."""
     o_n = tl.arange(0, N)
     for n in tl.range(start, stop, N):
         o_j = n + o_n
-        b_k = _load(p_k, s_k, n, seq_k, o_n, HEAD_DIM, D, MASKED)
-        b_v = _load(p_v, s_v, n, seq_k, o_n, HEAD_DIM, D, MASKED)
+        b_k = _load(k, batch, kv_head, s_k, n, seq_k, N, HEAD_DIM, D, MASKED, TMA)
+        b_v = _load(v, batch, kv_head, s_v, n, seq_k, N, HEAD_DIM, D, MASKED, TMA)
         b_s = _dot(b_q, tl.trans(b_k), tl.zeros([o_i.shape[0], N], tl.float32), UPCAST)
         b_dp = _dot(b_do, tl.trans(b_v), tl.zeros([o_i.shape[0], N], tl.float32), UPCAST)
         b_p = tl.math.exp2(b_s * scale_log2 - (b_lse * LOG2_E)[:, None])
@@ -427,7 +471,7 @@ def _query_gradient_tiles(
                 visible = visible & (o_j[None, :] <= o_i[:, None] + offset)
             b_p = tl.where(visible, b_p, 0.0)
         if DROPOUT:
-            b_dp = tl.where(_kept(seed, o_i, o_j, head, threshold), b_dp * keep_scale, 0.0)
+            b_dp = tl.where(_kept(seed, o_i, o_j, bh, threshold), b_dp * keep_scale, 0.0)
         b_ds = b_p * (b_dp - b_delta[:, None])
         dq = _dot(_to(b_ds, b_k.dtype, UPCAST), b_k, dq, UPCAST)
     return dq
@@ -472,6 +516,7 @@ def query_gradient_kernel(
     CAUSAL: tl.constexpr,
     DROPOUT: tl.constexpr,
     UPCAST: tl.constexpr,
+    TMA: tl.constexpr,
 ):
     """dQ of Algorithm 2: one program owns M queries, so that no atomics are needed. Grid as in the forward kernel."""
     tiles = tl.cdiv(seq_q, M)
@@ -480,10 +525,13 @@ def query_gradient_kernel(
     batch, head = bh // heads, bh % heads
     offset = seq_k - seq_q
     o_m = tl.arange(0, M)
-    p_k = _head(k, batch, head // groups, sk_b, sk_h)
-    p_v = _head(v, batch, head // groups, sv_b, sv_h)
-    b_q = _load(_head(q, batch, head, sq_b, sq_h), sq_t, i, seq_q, o_m, HEAD_DIM, D, True)
-    b_do = _load(_head(dout, batch, head, sdo_b, sdo_h), sdo_t, i, seq_q, o_m, HEAD_DIM, D, True)
+    kv_head = head // groups
+    k = _at_head(k, batch, kv_head, sk_b, sk_h, TMA)
+    v = _at_head(v, batch, kv_head, sv_b, sv_h, TMA)
+    q = _at_head(q, batch, head, sq_b, sq_h, TMA)
+    dout = _at_head(dout, batch, head, sdo_b, sdo_h, TMA)
+    b_q = _load(q, batch, head, sq_t, i, seq_q, M, HEAD_DIM, D, True, TMA)
+    b_do = _load(dout, batch, head, sdo_t, i, seq_q, M, HEAD_DIM, D, True, TMA)
     row = tl.cast(bh, tl.int64) * seq_q + i + o_m
     b_lse = tl.load(logsumexp + row, mask=i + o_m < seq_q, other=float("inf"))
     b_delta = tl.load(delta + row, mask=i + o_m < seq_q, other=0.0)
@@ -498,12 +546,12 @@ def query_gradient_kernel(
     b_dq = tl.zeros([M, D], tl.float32)
     # fmt: off
     b_dq = _query_gradient_tiles(
-        b_dq, b_q, b_do, b_lse, b_delta, p_k, p_v, sk_t, sv_t, 0, full, i + o_m, offset, seq_k, scale * LOG2_E,
-        b_seed, bh, threshold, keep_scale, N, HEAD_DIM, D, CAUSAL, DROPOUT, UPCAST, False,
+        b_dq, b_q, b_do, b_lse, b_delta, k, v, batch, kv_head, sk_t, sv_t, 0, full, i + o_m, offset, seq_k,
+        scale * LOG2_E, b_seed, bh, threshold, keep_scale, N, HEAD_DIM, D, CAUSAL, DROPOUT, UPCAST, TMA, False,
     )
     b_dq = _query_gradient_tiles(
-        b_dq, b_q, b_do, b_lse, b_delta, p_k, p_v, sk_t, sv_t, full, stop, i + o_m, offset, seq_k, scale * LOG2_E,
-        b_seed, bh, threshold, keep_scale, N, HEAD_DIM, D, CAUSAL, DROPOUT, UPCAST, True,
+        b_dq, b_q, b_do, b_lse, b_delta, k, v, batch, kv_head, sk_t, sv_t, full, stop, i + o_m, offset, seq_k,
+        scale * LOG2_E, b_seed, bh, threshold, keep_scale, N, HEAD_DIM, D, CAUSAL, DROPOUT, UPCAST, TMA, True,
     )
     # fmt: on
     _store(_head(dq, batch, head, sdq_b, sdq_h), sdq_t, i, seq_q, o_m, b_dq * scale, HEAD_DIM, D, UPCAST)

@@ -144,7 +144,10 @@ def test_the_loop_needs_at_least_one_of_each(key, value):
     [
         ({"grad_accumulation": 0}, "train.grad_accumulation=0 must be at least 1"),
         ({"sample_tokens": -1}, "train.sample_tokens=-1 must be at least 0"),
-        ({"global_batch_size": 32, "grad_accumulation": 3}, "makes 2 micro-steps, not train.grad_accumulation=3"),
+        (
+            {"batch_size": 16, "global_batch_size": 32, "grad_accumulation": 3},
+            "makes 2 micro-steps, not train.grad_accumulation=3",
+        ),
     ],
 )
 def test_an_impossible_loop_is_refused(settings, sentence):

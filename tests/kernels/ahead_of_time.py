@@ -13,6 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kernels.flash2 import launch, triton_kernels
+from kernels.flash2.tiles import tiles_for
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -48,6 +49,9 @@ def signature(kernel, constants: dict, dtype: str) -> dict[str, str]:
             types[name] = "constexpr"
         elif name in floats:
             types[name] = "fp32"
+        elif constants["TMA"] and name in ("q", "k", "v", "dout"):
+            rows = constants["N" if name in ("k", "v") else "M"]
+            types[name] = f"tensordesc<{dtype}[1,{rows},1,{constants['D']}]>"
         elif name in integers or (name.startswith("s") and "_" in name):
             types[name] = "i32"
         else:
@@ -67,10 +71,11 @@ def compile_kernel(kernel, constants: dict, tile, dtype: str, target: GPUTarget)
     return triton.compile(source, target=target, options={"num_warps": tile.warps, "num_stages": tile.stages})
 
 
-def variants(head_dim: int, dtype: str, causal: bool, dropout: bool):
+def variants(target: str, head_dim: int, dtype: str, causal: bool, dropout: bool):
     """(name, kernel, constants, tile) of every launch at one head size."""
-    tiles = launch.tiles_for(head_dim, DTYPES[dtype])
-    common = launch._constants(head_dim, causal, 0.1 if dropout else 0.0, interpreted=False)
+    tiles = tiles_for(target, head_dim, DTYPES[dtype], causal, "long")
+    tma = target == "sm_90" and dtype != "fp32"
+    common = launch._constants(head_dim, causal, 0.1 if dropout else 0.0, interpreted=False, tma=tma)
     for name, tile in tiles._asdict().items():
         kernel = getattr(triton_kernels, f"{name}_kernel")
         bounded = {"BOUNDED": False} if name == "key_gradient" else {}
@@ -81,7 +86,7 @@ def compile_shape(job: tuple) -> list[dict]:
     """One row per kernel for a (target, shape)."""
     target, shape = job
     rows = []
-    for name, kernel, constants, tile in variants(*shape):
+    for name, kernel, constants, tile in variants(target, *shape):
         compiled = compile_kernel(kernel, constants, tile, shape[1], TARGETS[target])
         binary = compiled.asm.get("cubin") or compiled.asm.get("hsaco")
         row = {"target": target, "shape": shape, "kernel": name, "shared": compiled.metadata.shared}
