@@ -78,7 +78,7 @@ def run(kernel: str, tiles: Tiles, q, k, v, dout, options) -> list[torch.Tensor]
 
 
 def milliseconds(call: Callable[[], object], repeats: int = 7) -> float:
-    """Median time of a call on the device. Short calls are timed several at a time, so that launching them is hidden."""
+    """Median time of a call on the device; short calls are timed several at a time, which hides their launch."""
     call()
     once = _elapsed(call, 1)
     calls = max(1, min(30, round(3 / once)))
