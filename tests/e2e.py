@@ -96,6 +96,11 @@ def write_tokens(folder: Path) -> None:
         np.frombuffer(text.encode(), dtype=np.uint8).astype("<u2").tofile(folder / f"{split}.bin")
 
 
+def python_path() -> str:
+    """The project's root before whatever PYTHONPATH holds."""
+    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+
+
 def start(*command: str) -> subprocess.Popen:
     """`python COMMAND` in a process of its own, with the arithmetic of `run`."""
     return subprocess.Popen(
@@ -103,7 +108,7 @@ def start(*command: str) -> subprocess.Popen:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
     )
 
 

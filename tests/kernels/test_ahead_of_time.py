@@ -4,20 +4,18 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from tests.e2e import ROOT, python_path
 from tests.kernels.ahead_of_time import SHAPES, SHARED_MEMORY
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def compiled() -> list[dict]:
     """A row per kernel, shape and target."""
     command = [sys.executable, "-m", "tests.kernels.ahead_of_time"]
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": python_path()}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
