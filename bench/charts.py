@@ -7,7 +7,8 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-TOKENS, HIDDEN = 16384, 2048
+from bench.cells import HIDDEN, TOKENS
+
 TITLES = {
     "forward": "Attention forward speed",
     "backward": "Attention backward speed",

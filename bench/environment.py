@@ -28,7 +28,8 @@ def environment() -> dict:
 
 
 def _output(command: list[str]) -> str:
+    """What a command prints, or nothing where it fails or is not there."""
     try:
-        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
-    except FileNotFoundError:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (FileNotFoundError, subprocess.CalledProcessError):
         return ""

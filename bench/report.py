@@ -58,9 +58,28 @@ def parity_picture(results: Path, picture: Path) -> None:
     plt.close(figure)
 
 
+def attention_table(results: Path) -> str:
+    """TFLOP/s of forward / backward for the causal cells of one run of bench.attention."""
+    rows = json.loads((results / "h200" / "attention.json").read_text())["rows"]
+    columns = {"flash2": "flash2", "sdpa_flash": "FlashAttention-2", "sdpa_cudnn": "cuDNN", "fa3": "FlashAttention-3"}
+    speeds: dict[tuple, dict] = {}
+    for row in rows:
+        if row["causal"] and row["status"] == "ok":
+            shape = row["head_dim"], row["seq_len"], row["batch"], row["heads"]
+            speeds.setdefault(shape, {})[row["variant"], row["pass"]] = f"{row['tflops']:.0f}"
+    lines = [
+        f"| head size | sequence | batch x heads | {' | '.join(columns.values())} |",
+        f"|--:|--:|--:|{'--:|' * len(columns)}",
+    ]
+    for (head_dim, seq_len, batch, heads), cells in sorted(speeds.items()):
+        both = (f"{cells.get((v, 'forward'), '-')} / {cells.get((v, 'backward'), '-')}" for v in columns)
+        lines.append(f"| {head_dim} | {seq_len:,} | {batch} x {heads} | {' | '.join(both)} |")
+    return "\n".join(lines)
+
+
 def fill(text: str, results: Path = RESULTS) -> str:
     """The README with every generated part made anew."""
-    for name, make in {"parity": parity_table}.items():
+    for name, make in {"parity": parity_table, "attention": attention_table}.items():
         start, end = f"<!-- {name} -->\n", f"\n<!-- /{name} -->"
         before, _, rest = text.partition(start)
         _, mark, after = rest.partition(end.lstrip())

@@ -1,7 +1,7 @@
 """Finds the fastest tiles of flash2's kernels on this GPU and writes them into kernels/flash2/tiles.json.
 
 Candidates are compiled by many processes at once, each checked against the fp64 definition on random inputs; those that
-are right are then timed one after another in this process. python -m bench.tune --help
+are right are then timed one after another in this process, sampled as bench.timing does. python -m bench.tune --help
 """
 
 import argparse
@@ -17,12 +17,15 @@ from pathlib import Path
 
 import torch
 
+from bench.accuracy import relative_error
+from bench.cells import HIDDEN, TOKENS
+from bench.timing import Gpu, sampler_of
 from kernels.flash2 import definition, launch
 from kernels.flash2.tiles import LENGTHS, TABLE, Tile, Tiles, length_bucket
 from trainer.flops import attention_flops
 
 KERNELS = Tiles._fields
-TOKENS, WIDTH = 16384, 2048  # of the FlashAttention-2 paper's benchmark
+GPU = Gpu()
 SEQ_LENS = (*LENGTHS, 16384)
 SAFE = Tiles(Tile(64, 32, 4, 2), Tile(32, 64, 4, 2), Tile(64, 32, 4, 2))
 CANDIDATES = {
@@ -66,7 +69,7 @@ def is_right(job: Job) -> bool:
     q, k, v, dout = (x.double() for x in (q, k, v, dout))
     out, logsumexp = definition.forward(q, k, v, *options)
     exact = [out] if kernel == "forward" else definition.backward(dout, q, k, v, out, logsumexp, *options)
-    return all((x.double() - y).norm() < 1e-2 * y.norm() for x, y in zip(got, exact, strict=True))  # NaN fails
+    return all(relative_error(x, y) < 1e-2 for x, y in zip(got, exact, strict=True))  # NaN fails
 
 
 def run(kernel: str, tiles: Tiles, q, k, v, dout, options) -> list[torch.Tensor]:
@@ -77,27 +80,16 @@ def run(kernel: str, tiles: Tiles, q, k, v, dout, options) -> list[torch.Tensor]
     return list(launch.backward(dout, q, k, v, out, logsumexp, *options, tiles=tiles))
 
 
-def milliseconds(call: Callable[[], object], repeats: int = 7) -> float:
-    """Median time of a call on the device; short calls are timed several at a time, which hides their launch."""
+def milliseconds(call: Callable[[], object]) -> float:
+    """Median time of a call on the device."""
     call()
-    once = _elapsed(call, 1)
-    calls = max(1, min(30, round(3 / once)))
-    return statistics.median(_elapsed(call, calls) for _ in range(repeats))
-
-
-def _elapsed(call: Callable[[], object], calls: int) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(calls):
-        call()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / calls
+    sampler, _ = sampler_of(call, GPU)
+    return statistics.median(sampler.sample(GPU) for _ in range(7))
 
 
 def best_tile(kernel: str, head_dim: int, causal: bool, seq_len: int, tiles: list[tuple]) -> tuple[tuple, float]:
     """The fastest of the right candidates at one length, and the milliseconds of its pass."""
-    q, k, v, dout = inputs(TOKENS // seq_len, seq_len, WIDTH // head_dim, head_dim)
+    q, k, v, dout = inputs(TOKENS // seq_len, seq_len, HIDDEN // head_dim, head_dim)
     options = None, causal, head_dim**-0.5, 0.0
     out, logsumexp = launch.forward(q, k, v, *options, tiles=SAFE)
     times = {}
@@ -130,7 +122,7 @@ def tune(head_dims: list[int]) -> dict:
         for kernel in KERNELS:
             tiles = [t for name, d, c, t in right if (name, d, c) == (kernel, head_dim, causal)]
             tile, ms = best_tile(kernel, head_dim, causal, seq_len, tiles)
-            shape = TOKENS // seq_len, WIDTH // head_dim, seq_len, head_dim, causal
+            shape = TOKENS // seq_len, HIDDEN // head_dim, seq_len, head_dim, causal
             pass_ = "forward" if kernel == "forward" else "backward"
             chosen.append(list(tile))
             speeds.append(f"{attention_flops(*shape, pass_=pass_) / ms / 1e9:.0f}")

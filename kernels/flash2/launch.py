@@ -41,18 +41,26 @@ def uses_tma(*inputs: Tensor) -> bool:
     On sm_90, for 16-bit inputs whose address and strides it takes: multiples of 16 bytes, none of them zero. By pointer
     otherwise: on architectures where it has not been measured, and for views cut at odd places.
     """
-    if not all(x.element_size() == 2 for x in inputs):
+    first = inputs[0]
+    if arch_of(first.device) != "sm_90" or not _strides_fit_tma(first.dtype, _strides(*inputs)):
         return False
-    if arch_of(inputs[0].device) != "sm_90":
-        return False
-    return all(x.data_ptr() % 16 == 0 and all(s > 0 and s % 8 == 0 for s in x.stride()[:3]) for x in inputs)
+    return all(x.data_ptr() % 16 == 0 for x in inputs)
+
+
+@cache
+def _strides_fit_tma(dtype: torch.dtype, strides: tuple[int, ...]) -> bool:
+    return dtype.itemsize == 2 and all(stride > 0 and stride % 8 == 0 for stride in strides)
 
 
 def _read(x: Tensor, rows: int, tma: bool) -> Tensor | TensorDescriptor:
     """x as a kernel reads it, `rows` of one head at a time."""
     if not tma:
         return x
-    return TensorDescriptor(x, x.shape, x.stride(), [1, rows, 1, padded_head_dim(x.shape[3])])
+    # Made without its checks, which take microseconds and find what uses_tma has found.
+    descriptor = TensorDescriptor.__new__(TensorDescriptor)
+    descriptor.base, descriptor.shape, descriptor.strides = x, x.shape, x.stride()
+    descriptor.block_shape = [1, rows, 1, padded_head_dim(x.shape[3])]
+    return descriptor
 
 
 def _strides(*tensors: Tensor) -> tuple[int, ...]:
@@ -60,23 +68,37 @@ def _strides(*tensors: Tensor) -> tuple[int, ...]:
     return tuple(stride for x in tensors for stride in x.stride()[:3])
 
 
-def _constants(head_dim: int, causal: bool, dropout_p: float, interpreted: bool, tma: bool) -> dict:
-    return {
-        "HEAD_DIM": head_dim,
-        "D": padded_head_dim(head_dim),
-        "CAUSAL": causal,
-        "DROPOUT": dropout_p > 0,
-        "UPCAST": interpreted,
-        "TMA": tma,
-    }
+_compiled: dict[tuple, object] = {}
 
 
-def _options(tile: Tile) -> dict:
-    return {"M": tile.m, "N": tile.n, "num_warps": tile.warps, "num_stages": tile.stages}
+def _launch(kernel, key: tuple, programs: int, tensors: tuple, numbers: tuple, constants: tuple, tile: Tile) -> None:
+    """kernel[programs](*tensors, *numbers, *constants), with the tile's warps and stages.
+
+    Triton inspects every argument at every call to choose among its compilations of the kernel, which takes longer than
+    launching it. So the choice is kept for arguments of the same `key`, numbers and alignment, on which it depends.
+    """
+    aligned = tuple(x.data_ptr() % 16 == 0 for x in tensors if isinstance(x, Tensor))
+    key = (kernel, key, numbers, constants, tile, aligned)
+    compiled = _compiled.get(key)
+    if compiled is not None:
+        compiled[programs, 1, 1](*tensors, *numbers, *constants)
+        return
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    compiled = kernel[(programs,)](*tensors, *numbers, *constants, **options)
+    if compiled is not None:  # the interpreter compiles nothing
+        _compiled[key] = compiled
 
 
-def _dropout(dropout_p: float) -> tuple[int, float]:
-    return philox.threshold(dropout_p), 1 / (1 - dropout_p)
+def _constants(tile: Tile, head_dim: int, causal: bool, dropout_p: float, interpreted: bool, tma: bool) -> tuple:
+    """M, N, HEAD_DIM, D, CAUSAL, DROPOUT, UPCAST, TMA: what the three kernels are compiled for."""
+    return tile.m, tile.n, head_dim, padded_head_dim(head_dim), causal, dropout_p > 0, interpreted, tma
+
+
+def _sizes(q: Tensor, k: Tensor, scale: float, dropout_p: float) -> tuple:
+    """heads, groups, seq_q, seq_k, scale, threshold, keep_scale."""
+    heads, kv_heads = q.shape[2], k.shape[2]
+    dropout = philox.threshold(dropout_p), 1 / (1 - dropout_p)
+    return heads, heads // kv_heads, q.shape[1], k.shape[1], scale, *dropout
 
 
 def forward(
@@ -93,18 +115,19 @@ def forward(
 
     `tiles` is for those who tune; the table's by default.
     """
-    (batch, seq_q, heads, head_dim), (seq_k, kv_heads) = q.shape, k.shape[1:3]
+    batch, seq_q, heads, head_dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     logsumexp = torch.empty((batch, heads, seq_q), dtype=torch.float32, device=q.device)
     tile, tma = (tiles or choose_tiles(q, k, causal)).forward, uses_tma(q, k, v)
     with torch.cuda.device_of(q):
-        forward_kernel[(batch * heads * triton.cdiv(seq_q, tile.m),)](
-            *(_read(q, tile.m, tma), _read(k, tile.n, tma), _read(v, tile.n, tma)),
-            *(out, logsumexp, seed),
-            *_strides(q, k, v, out),
-            *(heads, heads // kv_heads, seq_q, seq_k, scale, *_dropout(dropout_p)),
-            **_constants(head_dim, causal, dropout_p, interpreted=not q.is_cuda, tma=tma),
-            **_options(tile),
+        _launch(
+            forward_kernel,
+            (q.dtype, q.device),
+            batch * heads * triton.cdiv(seq_q, tile.m),
+            (_read(q, tile.m, tma), _read(k, tile.n, tma), _read(v, tile.n, tma), out, logsumexp, seed),
+            (*_strides(q, k, v, out), *_sizes(q, k, scale, dropout_p)),
+            _constants(tile, head_dim, causal, dropout_p, not q.is_cuda, tma),
+            tile,
         )
     return out, logsumexp
 
@@ -140,31 +163,24 @@ def _backward_into(dq, dk, dv, dout, q, k, v, out, logsumexp, seed, causal, scal
     (batch, seq_q, heads, head_dim), (seq_k, kv_heads) = q.shape, k.shape[1:3]
     tiles, tma = tiles or choose_tiles(q, k, causal), uses_tma(q, k, v, dout)
     delta = torch.empty_like(logsumexp)
-    sizes = heads, heads // kv_heads, seq_q, seq_k, scale, *_dropout(dropout_p)
-    constants = _constants(head_dim, causal, dropout_p, interpreted=not q.is_cuda, tma=tma)
+    key, strides, sizes = (q.dtype, q.device), _strides(q, k, v, dout), _sizes(q, k, scale, dropout_p)
+
+    def launch(kernel, tile: Tile, programs: int, outputs: tuple, *extra_constants) -> None:
+        reads = _read(q, tile.m, tma), _read(k, tile.n, tma), _read(v, tile.n, tma), _read(dout, tile.m, tma)
+        constants = _constants(tile, head_dim, causal, dropout_p, not q.is_cuda, tma)
+        _launch(
+            *(kernel, key, programs, (*reads, logsumexp, delta, *outputs, seed)),
+            *((*strides, *_strides(outputs[0]), *sizes), (*constants, *extra_constants), tile),
+        )
+
     with torch.cuda.device_of(q):
-        delta_kernel[(batch * heads * triton.cdiv(seq_q, 64),)](
-            *(out, dout, delta),
-            *_strides(out, dout),
-            *(heads, seq_q),
-            **{"M": 64, "HEAD_DIM": head_dim, "D": padded_head_dim(head_dim)},
-        )
+        rows = Tile(64, 64, 4, 1)
+        constants = rows.m, head_dim, padded_head_dim(head_dim)
+        programs = batch * heads * triton.cdiv(seq_q, rows.m)
+        _launch(delta_kernel, key, programs, (out, dout, delta), (*_strides(out, dout), heads, seq_q), constants, rows)
         tile = tiles.key_gradient
-        key_gradient_kernel[(batch * kv_heads * triton.cdiv(seq_k, tile.n),)](
-            *(_read(q, tile.m, tma), _read(k, tile.n, tma), _read(v, tile.n, tma), _read(dout, tile.m, tma)),
-            *(logsumexp, delta, dk, dv, seed),
-            *_strides(q, k, v, dout, dk),
-            *sizes,
-            **constants,
-            BOUNDED=seq_q % tile.m != 0,
-            **_options(tile),
-        )
+        programs = batch * kv_heads * triton.cdiv(seq_k, tile.n)
+        launch(key_gradient_kernel, tile, programs, (dk, dv), seq_q % tile.m != 0)
         tile = tiles.query_gradient
-        query_gradient_kernel[(batch * heads * triton.cdiv(seq_q, tile.m),)](
-            *(_read(q, tile.m, tma), _read(k, tile.n, tma), _read(v, tile.n, tma), _read(dout, tile.m, tma)),
-            *(logsumexp, delta, dq, seed),
-            *_strides(q, k, v, dout, dq),
-            *sizes,
-            **constants,
-            **_options(tile),
-        )
+        programs = batch * heads * triton.cdiv(seq_q, tile.m)
+        launch(query_gradient_kernel, tile, programs, (dq,))

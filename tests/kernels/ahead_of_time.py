@@ -4,8 +4,12 @@ Run in a process of its own, in which Triton does not interpret: python -m tests
 """
 
 import json
+import re
+import subprocess
+import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from pathlib import Path
 
 import torch
 import triton
@@ -13,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kernels.flash2 import launch, triton_kernels
-from kernels.flash2.tiles import tiles_for
+from kernels.flash2.tiles import read_table, tiles_for
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -35,6 +39,7 @@ SHAPES = {
     "gfx90a": [*COMMON, DROPOUT],
     "gfx942": [*COMMON, LARGE, FP32],
 }
+PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 POINTER_TYPES = {"logsumexp": "*fp32", "delta": "*fp32", "seed": "*i64"}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -71,32 +76,60 @@ def compile_kernel(kernel, constants: dict, tile, dtype: str, target: GPUTarget)
     return triton.compile(source, target=target, options={"num_warps": tile.warps, "num_stages": tile.stages})
 
 
-def variants(target: str, head_dim: int, dtype: str, causal: bool, dropout: bool):
+def variants(target: str, head_dim: int, dtype: str, causal: bool, dropout: bool, bucket: str = "long"):
     """(name, kernel, constants, tile) of every launch at one head size."""
-    tiles = tiles_for(target, head_dim, DTYPES[dtype], causal, "long")
+    tiles = tiles_for(target, head_dim, DTYPES[dtype], causal, bucket)
     tma = target == "sm_90" and dtype != "fp32"
-    common = launch._constants(head_dim, causal, 0.1 if dropout else 0.0, interpreted=False, tma=tma)
     for name, tile in tiles._asdict().items():
         kernel = getattr(triton_kernels, f"{name}_kernel")
+        values = launch._constants(tile, head_dim, causal, 0.1 if dropout else 0.0, interpreted=False, tma=tma)
+        names = ("M", "N", "HEAD_DIM", "D", "CAUSAL", "DROPOUT", "UPCAST", "TMA")
         bounded = {"BOUNDED": False} if name == "key_gradient" else {}
-        yield name, kernel, {**common, **bounded, "M": tile.m, "N": tile.n}, tile
+        yield name, kernel, {**dict(zip(names, values, strict=True)), **bounded}, tile
+
+
+def assembler_report(compiled) -> dict:
+    """What ptxas says of a kernel for sm_90: bytes spilled, and whether it serialised the tensor cores' instructions.
+
+    A serialised wgmma waits for the one before it, which costs about half the speed.
+    """
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as ptx:
+        ptx.write(compiled.asm["ptx"])
+        ptx.flush()
+        command = [str(PTXAS), "-v", "--gpu-name", "sm_90a", ptx.name, "-o", "/dev/null"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spills = [int(n) for n in re.findall(r"(\d+) bytes spill", said)]
+    assert spills, said
+    return {"spilled": sum(spills), "serialised": "wgmma" in said and "serialized" in said}
 
 
 def compile_shape(job: tuple) -> list[dict]:
     """One row per kernel for a (target, shape)."""
-    target, shape = job
+    target, *shape = job
     rows = []
     for name, kernel, constants, tile in variants(target, *shape):
         compiled = compile_kernel(kernel, constants, tile, shape[1], TARGETS[target])
         binary = compiled.asm.get("cubin") or compiled.asm.get("hsaco")
-        row = {"target": target, "shape": shape, "kernel": name, "shared": compiled.metadata.shared}
-        rows.append({**row, "bytes": len(binary)})
+        row = {"target": target, "shape": shape, "kernel": name, "tile": tile, "bytes": len(binary)}
+        row["shared"] = compiled.metadata.shared
+        rows.append({**row, **(assembler_report(compiled) if target == "sm_90" else {})})
     return rows
 
 
+def tuned() -> list[tuple]:
+    """Jobs for every entry of the table that was tuned on sm_90."""
+    return [
+        ("sm_90", int(size), "bf16", mask == "causal", False, bucket)
+        for size, masks in read_table()["sm_90"].items()
+        for mask, buckets in masks.items()
+        for bucket in buckets
+    ]
+
+
 def main() -> None:
+    jobs = [(target, *shape) for target in TARGETS for shape in SHAPES[target]] + tuned()
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        for rows in pool.map(compile_shape, [(target, shape) for target in TARGETS for shape in SHAPES[target]]):
+        for rows in pool.map(compile_shape, jobs):
             for row in rows:
                 print(json.dumps(row), flush=True)
 

@@ -1,0 +1,61 @@
+import itertools
+import json
+
+import pytest
+import torch
+
+from bench import tune
+from kernels.flash2.tiles import TABLE, Tile, Tiles, tiles_for
+
+SMALL = {
+    "any": {"64": [[64, 64, 4, 3], [32, 64, 4, 3], [64, 32, 4, 3]]},
+    "sm_90": {"64": {"causal": {"1024": [[128, 64, 8, 2], [32, 64, 4, 3], [64, 64, 4, 3]]}}},
+}
+
+
+def test_an_entry_is_rendered_on_one_line_and_read_back_the_same():
+    text = tune.render(SMALL)
+    assert json.loads(text) == SMALL and text.endswith("}\n")
+    assert '    "64": [[64, 64, 4, 3], [32, 64, 4, 3], [64, 32, 4, 3]]' in text.splitlines()
+    assert '        "1024": [[128, 64, 8, 2], [32, 64, 4, 3], [64, 64, 4, 3]]' in text.splitlines()
+
+
+def test_the_shipped_table_is_as_tune_writes_it():
+    assert TABLE.read_text() == tune.render(json.loads(TABLE.read_text()))
+
+
+def test_without_a_gpu_tune_refuses_in_one_sentence(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("sys.argv", ["tune", "--out", str(tmp_path / "tiles.json")])
+    with pytest.raises(SystemExit, match="error: bench.tune measures on a GPU, and torch sees none here"):
+        tune.main()
+    assert not any(tmp_path.iterdir())
+
+
+def test_what_tune_writes_is_what_the_kernels_launch():
+    table = json.loads(TABLE.read_text())
+    tuned = [
+        (arch, int(head_dim), mask == "causal", bucket, tiles)
+        for arch, sizes in table.items()
+        if arch != "any"
+        for head_dim, masks in sizes.items()
+        for mask, buckets in masks.items()
+        for bucket, tiles in buckets.items()
+    ]
+    assert tuned
+    for arch, head_dim, causal, bucket, tiles in tuned:
+        expected = Tiles(*(Tile(*tile) for tile in tiles))
+        assert tiles_for(arch, head_dim, torch.bfloat16, causal, bucket) == expected
+
+
+def test_an_architecture_that_nobody_tuned_gets_the_tiles_of_any():
+    table = json.loads(TABLE.read_text())["any"]
+    for (head_dim, padded), causal in itertools.product([(16, 16), (40, 64), (80, 128), (256, 256)], (True, False)):
+        expected = Tiles(*(Tile(*tile) for tile in table[str(padded)]))
+        assert tiles_for("sm_1", head_dim, torch.float16, causal, "long") == expected
+
+
+@pytest.mark.gpu
+def test_the_conservative_tiles_are_right_on_this_gpu():
+    for kernel, tile in zip(tune.KERNELS, tune.SAFE, strict=True):
+        assert tune.is_right((kernel, 64, True, tuple(tile)))
