@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._functorch import config as functorch_config
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from bench.cells import DTYPES, Cell
@@ -31,6 +32,7 @@ HEADS_FIRST = "naive", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flex"
 @functools.cache
 def _compiled_flex() -> Callable:
     # One compilation per shape; fullgraph, or at its limit of recompilations dynamo would fall back to eager unseen.
+    functorch_config.donated_buffer = False  # or its backward could run only once per forward
     return torch.compile(flex_attention, fullgraph=True, dynamic=False)
 
 
