@@ -42,9 +42,8 @@ def train(config: Config) -> None:
     seed(config.train, compute)
     model = build_model(config, compute, tokens, resumed)
     with build_loader(config, compute, tokens, model) as loader:
-        state = TrainState(
-            model, build_optimizer(model, config.optimizer), compute.grad_scaler(), loader, tokens.tokenizer
-        )
+        optimizer = build_optimizer(model, config.optimizer)
+        state = TrainState(model, optimizer, compute.grad_scaler(), loader, tokens.tokenizer, config=asdict(config))
         if resumed:
             state.load_state_dict(resumed)
         with open_logs(config, folder, resumed) as log, StopRequest() as stop:

@@ -55,6 +55,7 @@ def assert_same_run(one: str, other: str) -> None:
     assert curve(one, *LOSSES) == curve(other, *LOSSES)
     for name in ("step-00000040.pt", "best.pt"):
         ours, theirs = (load(Path(folder, "checkpoints", name)) for folder in (one, other))
+        assert ours["config"]["train"]["max_steps"] == 40
         assert ours["step"] == theirs["step"] and ours["best_loss"] == theirs["best_loss"]
         torch.testing.assert_close(ours["model"], theirs["model"], rtol=0, atol=0)
         torch.testing.assert_close(ours["optimizer"], theirs["optimizer"], rtol=0, atol=0)

@@ -1,6 +1,6 @@
 """All of a run that must survive it, in one object."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from trainer.checkpoint import State, rng_state, set_rng_state
 
 @dataclass
 class TrainState:
-    """Weights, optimizer, loss scale, the loader's position, every random generator, and how far the run has come."""
+    """Weights, optimizer, loss scale, the loader's position, all random generators, settings, and the steps so far."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -23,6 +23,8 @@ class TrainState:
     """Optimizer steps finished."""
     best_loss: float = float("inf")
     """Lowest validation loss so far, in nats."""
+    config: State = field(default_factory=dict)
+    """The settings of the run, to be read by whoever finds the checkpoint; a resumed run goes by its own."""
 
     def state_dict(self) -> State:
         return {
@@ -31,6 +33,7 @@ class TrainState:
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
             "loader": self.loader.state_dict(),
+            "config": self.config,
             "tokenizer": self.tokenizer,
             "step": self.step,
             "best_loss": self.best_loss,
