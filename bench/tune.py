@@ -21,6 +21,7 @@ from bench.accuracy import relative_error
 from bench.cells import HIDDEN, TOKENS
 from bench.timing import Gpu, sampler_of
 from kernels.flash2 import definition, launch
+from kernels.flash2.options import Options
 from kernels.flash2.tiles import LENGTHS, TABLE, Tile, Tiles, length_bucket
 from trainer.flops import attention_flops
 
@@ -61,14 +62,14 @@ def is_right(job: Job) -> bool:
     kernel, head_dim, causal, tile = job
     torch.manual_seed(0)
     q, k, v, dout = inputs(1, 256, 16, head_dim)
-    options = None, causal, head_dim**-0.5, 0.0
+    options = Options(causal=causal, scale=head_dim**-0.5)
     try:
         got = run(kernel, with_tile(kernel, tile), q, k, v, dout, options)
     except Exception:  # too much shared memory, or more registers than there are
         return False
     q, k, v, dout = (x.double() for x in (q, k, v, dout))
     out, logsumexp = definition.forward(q, k, v, *options)
-    exact = [out] if kernel == "forward" else definition.backward(dout, q, k, v, out, logsumexp, *options)
+    exact = [out] if kernel == "forward" else definition.backward(dout, q, k, v, out, logsumexp, None, True, *options)
     return all(relative_error(x, y) < 1e-2 for x, y in zip(got, exact, strict=True))  # NaN fails
 
 
@@ -77,7 +78,7 @@ def run(kernel: str, tiles: Tiles, q, k, v, dout, options) -> list[torch.Tensor]
     out, logsumexp = launch.forward(q, k, v, *options, tiles=tiles)
     if kernel == "forward":
         return [out]
-    return list(launch.backward(dout, q, k, v, out, logsumexp, *options, tiles=tiles))
+    return list(launch.backward(dout, q, k, v, out, logsumexp, None, True, *options, tiles=tiles))
 
 
 def milliseconds(call: Callable[[], object]) -> float:
@@ -90,7 +91,7 @@ def milliseconds(call: Callable[[], object]) -> float:
 def best_tile(kernel: str, head_dim: int, causal: bool, seq_len: int, tiles: list[tuple]) -> tuple[tuple, float]:
     """The fastest of the right candidates at one length, and the milliseconds of its pass."""
     q, k, v, dout = inputs(TOKENS // seq_len, seq_len, HIDDEN // head_dim, head_dim)
-    options = None, causal, head_dim**-0.5, 0.0
+    options = Options(causal=causal, scale=head_dim**-0.5)
     out, logsumexp = launch.forward(q, k, v, *options, tiles=SAFE)
     times = {}
     for tile in tiles:
@@ -98,7 +99,7 @@ def best_tile(kernel: str, head_dim: int, causal: bool, seq_len: int, tiles: lis
         if kernel == "forward":
             times[tile] = milliseconds(lambda: launch.forward(q, k, v, *options, tiles=chosen))  # noqa: B023
         else:
-            arguments = dout, q, k, v, out, logsumexp, *options
+            arguments = dout, q, k, v, out, logsumexp, None, True, *options
             times[tile] = milliseconds(lambda: launch.backward(*arguments, tiles=chosen))  # noqa: B023
     fastest = min(times, key=times.get)
     return fastest, times[fastest]

@@ -26,22 +26,36 @@ def _heads_first(x: Tensor, heads: int) -> Tensor:
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
-def _visible(rows: range, cols: range, offset: int, device: torch.device) -> Tensor | None:
-    """Causal mask of one tile, or None where every query of the tile sees every key."""
-    if cols.stop - 1 <= rows.start + offset:
-        return None
-    i = torch.arange(rows.start, rows.stop, device=device)[:, None]
-    j = torch.arange(cols.start, cols.stop, device=device)[None, :]
-    return j <= i + offset
-
-
 def _tiles(length: int) -> list[range]:
     return [range(start, min(start + TILE, length)) for start in range(0, length, TILE)]
 
 
-def _key_tiles(rows: range, seq_k: int, causal: bool, offset: int) -> list[range]:
-    """The key tiles that at least one query of `rows` sees."""
-    return [cols for cols in _tiles(seq_k) if not causal or cols.start <= rows.stop - 1 + offset]
+class _Visibility:
+    """The keys [first, end) that each query sees; both (B or 1, T)."""
+
+    def __init__(self, q: Tensor, k: Tensor, documents: Tensor | None, causal: bool, window: int):
+        seq_q, seq_k = q.shape[1], k.shape[1]
+        own = torch.arange(seq_q, device=q.device)[None] + seq_k - seq_q  # the key at a query's own place
+        self.first, self.end = torch.zeros_like(own), torch.full_like(own, seq_k)
+        if documents is not None:
+            self.first, self.end = documents.long().unbind(1)
+        if causal:
+            self.end = torch.minimum(self.end, own + 1)
+        if window:
+            self.first = torch.maximum(self.first, own + 1 - window)
+
+    def overlap(self, rows: range, cols: range) -> bool:
+        """Whether any query of a tile may see any key of it."""
+        first, end = self.first[:, rows.start : rows.stop], self.end[:, rows.start : rows.stop]
+        return cols.start < end.max() and cols.stop > first.min()
+
+    def hide(self, x: Tensor, rows: range, cols: range, value: float) -> Tensor:
+        """x (B, H, rows, cols) with `value` in place of what the query does not see."""
+        first, end = (bound[:, None, rows.start : rows.stop, None] for bound in (self.first, self.end))
+        if first.max() <= cols.start and cols.stop <= end.min():
+            return x
+        j = torch.arange(cols.start, cols.stop, device=x.device)
+        return x.masked_fill_((j < first) | (j >= end), value)
 
 
 def _cut(x: Tensor, rows: range) -> Tensor:
@@ -49,15 +63,24 @@ def _cut(x: Tensor, rows: range) -> Tensor:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, causal: bool, scale: float, dropout_p: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seed: Tensor | None,
+    documents: Tensor | None,
+    causal: bool,
+    window: int,
+    scale: float,
+    dropout_p: float,
 ) -> tuple[Tensor, Tensor]:
     """Algorithm 1. q (B, T, H, D), k and v (B, S, G, D) -> O (B, T, H, D) in q's dtype, logsumexp (B, H, T).
 
     The logsumexp L = m + log(l) is natural and in the accumulator's dtype (fp32, or fp64 for fp64 inputs); a query that
     sees no key gives O = 0 and L = -inf. Causal masks align at the bottom right. Dropout acts on P after its row sum.
+    The rest is explained in Options.
     """
     (batch, seq_q, heads, _), seq_k = q.shape, k.shape[1]
-    offset = seq_k - seq_q
+    visibility = _Visibility(q, k, documents, causal, window)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     logsumexp = q.new_empty((batch, heads, seq_q), dtype=_accumulator(q.dtype))
     Q, K, V = (_heads_first(x, heads) for x in (q, k, v))
@@ -67,12 +90,11 @@ def forward(
         Oi = torch.zeros_like(Qi)
         m = Qi.new_full((*Qi.shape[:3], 1), NEG_INF)
         l = torch.zeros_like(m)
-        for cols in _key_tiles(rows, seq_k, causal, offset):
+        for cols in _tiles(seq_k):
+            if not visibility.overlap(rows, cols):
+                continue
             Kj, Vj = _cut(K, cols), _cut(V, cols)
-            S = Qi @ Kj.mT
-            mask = _visible(rows, cols, offset, q.device) if causal else None
-            if mask is not None:
-                S.masked_fill_(~mask, NEG_INF)
+            S = visibility.hide(Qi @ Kj.mT, rows, cols, NEG_INF)
             m_new = torch.maximum(m, S.amax(-1, keepdim=True))
             shift = m_new.masked_fill(m_new == NEG_INF, 0)  # keeps exp(-inf - -inf) from being NaN
             P = S.sub_(shift).exp_()
@@ -95,29 +117,36 @@ def backward(
     v: Tensor,
     out: Tensor,
     logsumexp: Tensor,
+    dlogsumexp: Tensor | None,
+    deterministic: bool,
     seed: Tensor | None,
+    documents: Tensor | None,
     causal: bool,
+    window: int,
     scale: float,
     dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Algorithm 2. Gradients of q, k and v, shaped and typed like them, from dO (B, T, H, D)."""
+    """Algorithm 2. Gradients of q, k and v, shaped and typed like them, from dO (B, T, H, D) and dL (B, H, T), if any.
+
+    As dL / dS = P, the gradient of the logsumexp adds P o dL to dS = P o (dP - D), and so comes off D.
+    What is computed here is always deterministic.
+    """
     (batch, seq_q, heads, head_dim), (seq_k, kv_heads) = q.shape, k.shape[1:3]
-    offset = seq_k - seq_q
+    visibility = _Visibility(q, k, documents, causal, window)
     Q, K, V, O, dO = (_heads_first(x, heads) for x in (q, k, v, out, dout))
     Q = Q * scale  # so that S needs no scaling, nor dK; dQ does, at the end
     L = logsumexp.unsqueeze(-1)
     D = (dO * O).sum(-1, keepdim=True)
+    if dlogsumexp is not None:
+        D = D - dlogsumexp.unsqueeze(-1)
     dQ, dK, dV = torch.zeros_like(Q), torch.zeros_like(K), torch.zeros_like(V)
     for cols in _tiles(seq_k):
         Kj, Vj = _cut(K, cols), _cut(V, cols)
         for rows in _tiles(seq_q):
-            if causal and rows.stop - 1 + offset < cols.start:
+            if not visibility.overlap(rows, cols):
                 continue
             Qi, dOi = _cut(Q, rows), _cut(dO, rows)
-            P = (Qi @ Kj.mT).sub_(_cut(L, rows)).exp_()
-            mask = _visible(rows, cols, offset, q.device) if causal else None
-            if mask is not None:
-                P.masked_fill_(~mask, 0)
+            P = visibility.hide((Qi @ Kj.mT).sub_(_cut(L, rows)).exp_(), rows, cols, 0)
             dP = dOi @ Vj.mT
             kept = P
             if dropout_p:

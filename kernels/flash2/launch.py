@@ -8,6 +8,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.flash2 import philox
+from kernels.flash2.options import Options
 from kernels.flash2.tiles import Tile, Tiles, length_bucket, padded_head_dim, tiles_for
 from kernels.flash2.triton_kernels import delta_kernel, forward_kernel, key_gradient_kernel, query_gradient_kernel
 
@@ -22,9 +23,12 @@ def arch_of(device: torch.device) -> str:
     return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
 
 
-def choose_tiles(q: Tensor, k: Tensor, causal: bool) -> Tiles:
-    """The table's tiles for these inputs."""
-    return tiles_for(arch_of(q.device), q.shape[3], q.dtype, causal, length_bucket(k.shape[1]))
+def choose_tiles(q: Tensor, k: Tensor, options: Options) -> Tiles:
+    """The table's tiles for these inputs; under dropout key tiles of 64 at least, which share random numbers."""
+    tiles = tiles_for(arch_of(q.device), q.shape[3], q.dtype, options.causal, length_bucket(k.shape[1]))
+    if options.dropout_p:
+        return Tiles(*(tile._replace(n=max(tile.n, 64)) for tile in tiles))
+    return tiles
 
 
 def explain(head_dim: int, dtype: torch.dtype, causal: bool, seq_len: int, arch: str) -> str:
@@ -89,65 +93,49 @@ def _launch(kernel, key: tuple, programs: int, tensors: tuple, numbers: tuple, c
         _compiled[key] = compiled
 
 
-def _constants(tile: Tile, head_dim: int, causal: bool, dropout_p: float, interpreted: bool, tma: bool) -> tuple:
-    """M, N, HEAD_DIM, D, CAUSAL, DROPOUT, UPCAST, TMA: what the three kernels are compiled for."""
-    return tile.m, tile.n, head_dim, padded_head_dim(head_dim), causal, dropout_p > 0, interpreted, tma
+def _constants(tile: Tile, head_dim: int, options: Options, interpreted: bool, tma: bool) -> tuple:
+    """M, N, HEAD_DIM, D, CAUSAL, WINDOW, DOCUMENTS, DROPOUT, UPCAST, TMA: what the three kernels are compiled for."""
+    masks = options.causal, options.window > 0, options.documents is not None
+    return tile.m, tile.n, head_dim, padded_head_dim(head_dim), *masks, options.dropout_p > 0, interpreted, tma
 
 
-def _sizes(q: Tensor, k: Tensor, scale: float, dropout_p: float) -> tuple:
-    """heads, groups, seq_q, seq_k, scale, threshold, keep_scale."""
-    heads, kv_heads = q.shape[2], k.shape[2]
-    dropout = philox.threshold(dropout_p), 1 / (1 - dropout_p)
-    return heads, heads // kv_heads, q.shape[1], k.shape[1], scale, *dropout
+def _sizes(q: Tensor, k: Tensor, options: Options) -> tuple:
+    """heads, groups, seq_q, seq_k, window, scale, threshold, keep_scale."""
+    (seq_q, heads), (seq_k, kv_heads) = q.shape[1:3], k.shape[1:3]
+    dropout = philox.threshold(options.dropout_p), 1 / (1 - options.dropout_p)
+    return heads, heads // kv_heads, seq_q, seq_k, options.window, options.scale, *dropout
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    seed: Tensor | None,
-    causal: bool,
-    scale: float,
-    dropout_p: float,
-    tiles: Tiles | None = None,
-) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, *options, tiles: Tiles | None = None) -> tuple[Tensor, Tensor]:
     """Same contract as definition.forward: O (B, T, H, D) contiguous, logsumexp (B, H, T) fp32.
 
     `tiles` is for those who tune; the table's by default.
     """
+    options = Options(*options)
     batch, seq_q, heads, head_dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     logsumexp = torch.empty((batch, heads, seq_q), dtype=torch.float32, device=q.device)
-    tile, tma = (tiles or choose_tiles(q, k, causal)).forward, uses_tma(q, k, v)
+    tile, tma = (tiles or choose_tiles(q, k, options)).forward, uses_tma(q, k, v)
+    reads = _read(q, tile.m, tma), _read(k, tile.n, tma), _read(v, tile.n, tma)
     with torch.cuda.device_of(q):
         _launch(
             forward_kernel,
             (q.dtype, q.device),
             batch * heads * triton.cdiv(seq_q, tile.m),
-            (_read(q, tile.m, tma), _read(k, tile.n, tma), _read(v, tile.n, tma), out, logsumexp, seed),
-            (*_strides(q, k, v, out), *_sizes(q, k, scale, dropout_p)),
-            _constants(tile, head_dim, causal, dropout_p, not q.is_cuda, tma),
+            (*reads, out, logsumexp, options.seed, options.documents),
+            (*_strides(q, k, v, out), *_sizes(q, k, options)),
+            _constants(tile, head_dim, options, not q.is_cuda, tma),
             tile,
         )
     return out, logsumexp
 
 
 def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    seed: Tensor | None,
-    causal: bool,
-    scale: float,
-    dropout_p: float,
-    tiles: Tiles | None = None,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *args, tiles: Tiles | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Same contract as definition.backward: contiguous dq, dk and dv."""
     grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    _backward_into(*grads, dout, q, k, v, out, logsumexp, seed, causal, scale, dropout_p, tiles)
+    _backward_into(*grads, dout, q, k, v, *args, tiles=tiles)
     return grads
 
 
@@ -158,26 +146,30 @@ def backward_packed(dout: Tensor, qkv: Tensor, *args) -> Tensor:
     return dqkv
 
 
-def _backward_into(dq, dk, dv, dout, q, k, v, out, logsumexp, seed, causal, scale, dropout_p, tiles=None) -> None:
+def _backward_into(
+    dq, dk, dv, dout, q, k, v, out, logsumexp, dlogsumexp, deterministic, *options, tiles: Tiles | None = None
+) -> None:
     """Three launches, no atomics, hence deterministic. dk and dv share their strides."""
+    options = Options(*options)
     (batch, seq_q, heads, head_dim), (seq_k, kv_heads) = q.shape, k.shape[1:3]
-    tiles, tma = tiles or choose_tiles(q, k, causal), uses_tma(q, k, v, dout)
+    tiles, tma = tiles or choose_tiles(q, k, options), uses_tma(q, k, v, dout)
     delta = torch.empty_like(logsumexp)
-    key, strides, sizes = (q.dtype, q.device), _strides(q, k, v, dout), _sizes(q, k, scale, dropout_p)
+    key, strides, sizes = (q.dtype, q.device), _strides(q, k, v, dout), _sizes(q, k, options)
 
     def launch(kernel, tile: Tile, programs: int, outputs: tuple, *extra_constants) -> None:
         reads = _read(q, tile.m, tma), _read(k, tile.n, tma), _read(v, tile.n, tma), _read(dout, tile.m, tma)
-        constants = _constants(tile, head_dim, causal, dropout_p, not q.is_cuda, tma)
+        constants = _constants(tile, head_dim, options, not q.is_cuda, tma)
         _launch(
-            *(kernel, key, programs, (*reads, logsumexp, delta, *outputs, seed)),
+            *(kernel, key, programs, (*reads, logsumexp, delta, *outputs, options.seed, options.documents)),
             *((*strides, *_strides(outputs[0]), *sizes), (*constants, *extra_constants), tile),
         )
 
     with torch.cuda.device_of(q):
         rows = Tile(64, 64, 4, 1)
-        constants = rows.m, head_dim, padded_head_dim(head_dim)
+        constants = rows.m, head_dim, padded_head_dim(head_dim), dlogsumexp is not None
         programs = batch * heads * triton.cdiv(seq_q, rows.m)
-        _launch(delta_kernel, key, programs, (out, dout, delta), (*_strides(out, dout), heads, seq_q), constants, rows)
+        tensors = out, dout, dlogsumexp, delta
+        _launch(delta_kernel, key, programs, tensors, (*_strides(out, dout), heads, seq_q), constants, rows)
         tile = tiles.key_gradient
         programs = batch * kv_heads * triton.cdiv(seq_k, tile.n)
         launch(key_gradient_kernel, tile, programs, (dk, dv), seq_q % tile.m != 0)

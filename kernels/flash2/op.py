@@ -8,19 +8,14 @@ import torch
 from torch import Tensor
 
 from kernels.flash2 import definition
+from kernels.flash2.options import Options, document_bounds
 
 _library = torch.library.Library("flash2", "DEF")
-_library.define(
-    "forward(Tensor q, Tensor k, Tensor v, Tensor? seed, bool causal, float scale, float dropout_p) -> (Tensor, Tensor)"
-)
-_library.define(
-    "backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, Tensor? seed, "
-    "bool causal, float scale, float dropout_p) -> (Tensor, Tensor, Tensor)"
-)
-_library.define(
-    "backward_packed(Tensor dout, Tensor qkv, Tensor out, Tensor logsumexp, Tensor? seed, "
-    "bool causal, float scale, float dropout_p) -> Tensor"
-)
+_OPTIONS = "Tensor? seed, Tensor? documents, bool causal, int window, float scale, float dropout_p"
+_SAVED = f"Tensor out, Tensor logsumexp, Tensor? dlogsumexp, bool deterministic, {_OPTIONS}"
+_library.define(f"forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)")
+_library.define(f"backward(Tensor dout, Tensor q, Tensor k, Tensor v, {_SAVED}) -> (Tensor, Tensor, Tensor)")
+_library.define(f"backward_packed(Tensor dout, Tensor qkv, {_SAVED}) -> Tensor")
 
 
 def _cuda_forward(*args):
@@ -50,49 +45,43 @@ _library.impl("backward_packed", _cuda_backward_packed, "CUDA")
 
 
 @torch.library.register_fake("flash2::forward")
-def _(q, k, v, seed, causal, scale, dropout_p):
+def _(q, k, v, *options):
     batch, seq_q, heads, _ = q.shape
     logsumexp_dtype = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty(q.shape), q.new_empty((batch, heads, seq_q), dtype=logsumexp_dtype)
 
 
 @torch.library.register_fake("flash2::backward")
-def _(dout, q, k, v, out, logsumexp, seed, causal, scale, dropout_p):
+def _(dout, q, k, v, *rest):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 @torch.library.register_fake("flash2::backward_packed")
-def _(dout, qkv, out, logsumexp, seed, causal, scale, dropout_p):
+def _(dout, qkv, *rest):
     return qkv.new_empty(qkv.shape)
 
 
 class _Flash2(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, seed, causal, scale, dropout_p):
-        out, logsumexp = torch.ops.flash2.forward(q, k, v, seed, causal, scale, dropout_p)
-        ctx.save_for_backward(q, k, v, out, logsumexp, seed)
-        ctx.options = causal, scale, dropout_p
-        return out
+    """(q, k, v) or (qkv,), then the options, to the output and, if asked for, the logsumexp."""
 
     @staticmethod
-    def backward(ctx, dout):
+    def forward(ctx, return_lse, deterministic, seed, documents, causal, window, scale, dropout_p, *inputs):
+        q, k, v = inputs if len(inputs) == 3 else inputs[0].unbind(2)
+        numbers = causal, window, scale, dropout_p
+        out, logsumexp = torch.ops.flash2.forward(q, k, v, seed, documents, *numbers)
+        ctx.save_for_backward(seed, documents, *inputs, out, logsumexp)
+        ctx.deterministic, ctx.numbers = deterministic, numbers
+        return (out, logsumexp) if return_lse else out
+
+    @staticmethod
+    def backward(ctx, dout, dlogsumexp=None):
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-        *saved, seed = ctx.saved_tensors
-        return (*torch.ops.flash2.backward(dout, *saved, seed, *ctx.options), None, None, None, None)
-
-
-class _Flash2Packed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, qkv, seed, causal, scale, dropout_p):
-        out, logsumexp = torch.ops.flash2.forward(*qkv.unbind(2), seed, causal, scale, dropout_p)
-        ctx.save_for_backward(qkv, out, logsumexp, seed)
-        ctx.options = causal, scale, dropout_p
-        return out
-
-    @staticmethod
-    def backward(ctx, dout):
-        dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-        return torch.ops.flash2.backward_packed(dout, *ctx.saved_tensors, *ctx.options), None, None, None, None
+        dlogsumexp = None if dlogsumexp is None else dlogsumexp.contiguous()
+        seed, documents, *saved = ctx.saved_tensors
+        rest = dlogsumexp, ctx.deterministic, seed, documents, *ctx.numbers
+        if len(saved) == 5:
+            return *[None] * 8, *torch.ops.flash2.backward(dout, *saved, *rest)
+        return *[None] * 8, torch.ops.flash2.backward_packed(dout, *saved, *rest)
 
 
 def flash2(
@@ -104,7 +93,11 @@ def flash2(
     scale: float | None = None,
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
-) -> Tensor:
+    window: int | None = None,
+    cu_seqlens: Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
     """FlashAttention-2: softmax(Q K^T scale) V without ever holding the scores, forward and backward.
 
     q is (batch, seq_q, heads, head_dim), k and v are (batch, seq_k, kv_heads, head_dim) with heads a multiple of
@@ -118,13 +111,21 @@ def flash2(
         scale: factor on the scores, positive; 1 / sqrt(head_dim) by default.
         dropout_p: share of the probabilities dropped, in [0, 1).
         seed: one int64 on q's device that fixes the dropout; drawn from torch's generator by default.
+        window: with causal, each query sees only the last `window` keys up to its own; all of them by default.
+        cu_seqlens: cumulative lengths (n + 1,) int32 of n documents that fill the batch's sequences laid end to end,
+            rising from 0 to batch * seq; each attends to itself alone. Its values stay on the device and are not
+            checked.
+        return_lse: also return the natural logsumexp of the scaled scores, (batch, heads, seq_q) in fp32, -inf where a
+            query has no key. It has a gradient.
+        deterministic: the same bits at every run of the backward pass, at some cost in speed; by default as
+            torch.use_deterministic_algorithms says.
 
     Raises:
         ValueError: shapes, dtypes, devices or options outside the above.
     """
-    scale, seed = _prepare(q, k, v, scale, dropout_p, seed)
+    options = _prepare(q, k, v, causal, scale, dropout_p, seed, window, cu_seqlens)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    return _Flash2.apply(q, k, v, seed, causal, scale, dropout_p)
+    return _Flash2.apply(return_lse, _is_deterministic(deterministic), *options, q, k, v)
 
 
 def flash2_packed(
@@ -134,7 +135,11 @@ def flash2_packed(
     scale: float | None = None,
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
-) -> Tensor:
+    window: int | None = None,
+    cu_seqlens: Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
     """flash2 of the three parts of one projection, qkv (batch, seq, 3, heads, head_dim).
 
     The gradient comes as one tensor shaped like qkv, which saves the copy that gathers those of q, k and v. Options,
@@ -142,20 +147,50 @@ def flash2_packed(
     """
     if qkv.ndim != 5 or qkv.shape[2] != 3:
         raise ValueError(f"flash2_packed takes qkv (batch, seq, 3, heads, head_dim), not {tuple(qkv.shape)}")
-    scale, seed = _prepare(*qkv.unbind(2), scale, dropout_p, seed)
+    options = _prepare(*qkv.unbind(2), causal, scale, dropout_p, seed, window, cu_seqlens)
     qkv = qkv if qkv.stride(-1) == 1 else qkv.contiguous()
-    return _Flash2Packed.apply(qkv, seed, causal, scale, dropout_p)
+    return _Flash2.apply(return_lse, _is_deterministic(deterministic), *options, qkv)
+
+
+def _is_deterministic(asked: bool | None) -> bool:
+    return torch.are_deterministic_algorithms_enabled() if asked is None else asked
 
 
 def _prepare(
-    q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout_p: float, seed: Tensor | None
-) -> tuple[float, Tensor | None]:
-    """The scale and the seed with their defaults, once everything is found in order."""
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float | None,
+    dropout_p: float,
+    seed: Tensor | None,
+    window: int | None,
+    cu_seqlens: Tensor | None,
+) -> Options:
+    """The operators' options, once everything is found in order."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     _check(q, k, v, scale, dropout_p)
+    _check_mask(q, k, causal, window, cu_seqlens)
     if dropout_p and seed is None:
         seed = torch.randint(2**62, (1,), device=q.device)
-    return scale, seed
+    documents = None if cu_seqlens is None else document_bounds(cu_seqlens, *q.shape[:2])
+    return Options(seed, documents, causal, window or 0, scale, dropout_p)
+
+
+def _check_mask(q: Tensor, k: Tensor, causal: bool, window: int | None, cu_seqlens: Tensor | None) -> None:
+    if window is not None and not (causal and window >= 1):
+        raise ValueError(f"a window counts the last keys up to a query's own: causal=True and 1 or more, not {window}")
+    if cu_seqlens is None:
+        return
+    if q.shape[1] != k.shape[1]:
+        raise ValueError(f"cu_seqlens needs queries and keys of one length, not {q.shape[1]} and {k.shape[1]}")
+    if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            "cu_seqlens holds the cumulative lengths of documents, (n + 1,) int32, "
+            f"not {tuple(cu_seqlens.shape)} {cu_seqlens.dtype}"
+        )
+    if cu_seqlens.device != q.device:
+        raise ValueError(f"cu_seqlens is on {cu_seqlens.device}, and q on {q.device}; they must share a device")
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, scale: float, dropout_p: float) -> None:

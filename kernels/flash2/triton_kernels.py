@@ -2,8 +2,9 @@
 
 Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning" (2023), Algorithms 1 and 2.
 Each program owns one tile of queries (forward, dQ) or of keys (dK and dV) and loops over the other side, over the tiles
-that need a mask and over those that do not in loops of their own. Softmax runs in base 2, with log2(e) folded into the
-scale; statistics and accumulators are fp32.
+that need a mask and over those that do not in loops of their own; what nobody sees is skipped. A query sees a range of
+keys, and a key is seen by a range of queries: causal order, sliding window and documents only move their ends. Softmax
+runs in base 2, with log2(e) folded into the scale; statistics and accumulators are fp32.
 
 M rows of a query tile, N rows of a key tile, D head size padded to a power of two.
 Names: p_ pointer to the first row of one head, s_ stride between rows, b_ tile, o_ offsets.
@@ -93,11 +94,71 @@ def _dot(a, b, acc, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def _kept(seed, o_i, o_j, bh, threshold):
-    """Dropout's survivors of one tile [i, j]: see philox.py, which computes the same bits."""
-    zero = (o_i * 0)[:, None] + (o_j * 0)[None, :]
-    bits, _, _, _ = tl.philox(seed, o_j[None, :] + zero, o_i[:, None] + zero, bh + zero, zero)
-    return (bits >> 1).to(tl.int32) >= threshold
+def _keys_of(
+    o_i,
+    documents,
+    batch,
+    offset,
+    seq_q,
+    seq_k,
+    window,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+):
+    """The keys [first, end) that the queries o_i see. Neither falls from one query to the next; end may be negative."""
+    first, end = o_i * 0, o_i * 0 + seq_k
+    if DOCUMENTS:
+        p_first = documents + tl.cast(batch, tl.int64) * 2 * seq_q + o_i
+        first = tl.load(p_first, mask=o_i < seq_q, other=0)
+        end = tl.load(p_first + seq_q, mask=o_i < seq_q, other=0)
+    if CAUSAL:
+        end = tl.minimum(end, o_i + offset + 1)
+    if WINDOW:
+        first = tl.maximum(first, o_i + offset + 1 - window)
+    return first, end
+
+
+@triton.jit
+def _queries_of(
+    o_j,
+    documents,
+    batch,
+    offset,
+    seq_q,
+    seq_k,
+    window,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+):
+    """The queries [first, end) that see the keys o_j: the other side of _keys_of."""
+    first, end = o_j * 0, o_j * 0 + seq_q
+    if DOCUMENTS:
+        p_first = documents + tl.cast(batch, tl.int64) * 2 * seq_k + o_j
+        first = tl.load(p_first, mask=o_j < seq_k, other=0)
+        end = tl.load(p_first + seq_k, mask=o_j < seq_k, other=0)
+    if CAUSAL:
+        first = tl.maximum(first, o_j - offset)
+    if WINDOW:
+        end = tl.minimum(end, o_j - offset + window)
+    return first, end
+
+
+@triton.jit
+def _kept(seed, o_i, j, bh, threshold, N: tl.constexpr):
+    """Dropout's survivors among the queries o_i and the N keys from j, a multiple of 64: [i, j], as in philox.py.
+
+    One call of Philox serves the eight keys of a group of 64 that are equal modulo 8, two by each of its four
+    words: a thread of the tensor cores' layout holds them together.
+    """
+    o_group = j // 8 + tl.arange(0, N // 8)
+    zero = (o_i * 0)[:, None] + (o_group * 0)[None, :]
+    w0, w1, w2, w3 = tl.philox(seed, o_group[None, :] + zero, o_i[:, None] + zero, bh + zero, zero)
+    words = tl.join(tl.join(w0, w1), tl.join(w2, w3))  # [..., a, b] is word a + 2 b
+    kept = tl.join(words & 0xFFFF, words >> 16).to(tl.int32) >= threshold
+    kept = kept.reshape(o_i.shape[0], N // 64, 8, 2, 2, 2).permute(0, 1, 5, 4, 3, 2)
+    return kept.reshape(o_i.shape[0], N)
 
 
 @triton.jit
@@ -115,7 +176,8 @@ def _forward_tiles(
     start,
     stop,
     o_i,
-    offset,
+    first,
+    end,
     seq_k,
     scale_log2,
     seed,
@@ -124,22 +186,25 @@ def _forward_tiles(
     N: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     D: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    BANDED: tl.constexpr,
     DROPOUT: tl.constexpr,
     UPCAST: tl.constexpr,
     TMA: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Lines 7 to 11 of Algorithm 1 over the keys [start, stop): online softmax, O kept unnormalised."""
+    """Lines 7 to 11 of Algorithm 1 over the keys [start, stop): online softmax, O kept unnormalised.
+
+    Where MASKED, each query sees the keys [first, end) of them; where not BANDED, first is 0.
+    """
     o_n = tl.arange(0, N)
     for n in tl.range(start, stop, N):
         o_j = n + o_n
         b_k = _load(k, batch, kv_head, s_k, n, seq_k, N, HEAD_DIM, D, MASKED, TMA)
         b_s = _dot(b_q, tl.trans(b_k), tl.zeros([o_i.shape[0], N], tl.float32), UPCAST)
         if MASKED:
-            visible = (o_j < seq_k)[None, :]
-            if CAUSAL:
-                visible = visible & (o_j[None, :] <= o_i[:, None] + offset)
+            visible = o_j[None, :] < end[:, None]
+            if BANDED:
+                visible = visible & (o_j[None, :] >= first[:, None])
             b_s = tl.where(visible, b_s, float("-inf"))
         m_new = tl.maximum(m, tl.max(b_s, 1) * scale_log2)
         if MASKED:
@@ -150,7 +215,7 @@ def _forward_tiles(
         alpha = tl.math.exp2(m - shift)
         l = l * alpha + tl.sum(b_p, 1)
         if DROPOUT:
-            b_p = tl.where(_kept(seed, o_i, o_j, bh, threshold), b_p, 0.0)
+            b_p = tl.where(_kept(seed, o_i, n, bh, threshold, N), b_p, 0.0)
         b_v = _load(v, batch, kv_head, s_v, n, seq_k, N, HEAD_DIM, D, MASKED, TMA)
         acc = _dot(_to(b_p, b_v.dtype, UPCAST), b_v, acc * alpha[:, None], UPCAST)
         m = m_new
@@ -165,6 +230,7 @@ def forward_kernel(
     out,
     logsumexp,
     seed,
+    documents,
     sq_b,
     sq_t,
     sq_h,
@@ -181,6 +247,7 @@ def forward_kernel(
     groups,
     seq_q,
     seq_k,
+    window,
     scale,
     threshold,
     keep_scale,
@@ -189,6 +256,8 @@ def forward_kernel(
     HEAD_DIM: tl.constexpr,
     D: tl.constexpr,
     CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
     DROPOUT: tl.constexpr,
     UPCAST: tl.constexpr,
     TMA: tl.constexpr,
@@ -196,7 +265,9 @@ def forward_kernel(
     """Algorithm 1: one program computes M rows of O and of the logsumexp.
 
     q, out (B, seq_q, heads, HEAD_DIM), k, v (B, seq_k, heads / groups, HEAD_DIM) with unit stride along HEAD_DIM;
-    logsumexp (B, heads, seq_q) fp32, natural. Grid: B * heads * cdiv(seq_q, M) on axis 0.
+    logsumexp (B, heads, seq_q) fp32, natural. Where WINDOW a query sees the last `window` of its keys; where DOCUMENTS
+    the keys of its document, documents (B, 2, seq_q) int32 being where that starts and ends.
+    Grid: B * heads * cdiv(seq_q, M) on axis 0.
     """
     tiles = tl.cdiv(seq_q, M)
     bh = tl.program_id(0) // tiles
@@ -213,21 +284,33 @@ def forward_kernel(
     if DROPOUT:
         b_seed = tl.load(seed)
 
-    full, stop = seq_k // N * N, seq_k
-    if CAUSAL:
-        full = tl.minimum(full, tl.maximum(i + offset + 1, 0) // N * N)
-        stop = tl.minimum(stop, tl.maximum(i + M + offset, 0))
+    BANDED: tl.constexpr = WINDOW or DOCUMENTS
+    last = tl.minimum(i + M, seq_q) - 1
+    # fmt: off
+    start, full = _keys_of(i, documents, batch, offset, seq_q, seq_k, window, CAUSAL, WINDOW, DOCUMENTS)
+    full_start, stop = _keys_of(last, documents, batch, offset, seq_q, seq_k, window, CAUSAL, WINDOW, DOCUMENTS)
+    first, end = _keys_of(i + o_m, documents, batch, offset, seq_q, seq_k, window, CAUSAL, WINDOW, DOCUMENTS)
+    # fmt: on
+    full, full_start = tl.maximum(full, 0) // N * N, tl.cdiv(tl.maximum(full_start, 0), N) * N
     acc = tl.zeros([M, D], tl.float32)
     m = tl.full([M], float("-inf"), tl.float32)
     l = tl.zeros([M], tl.float32)
     # fmt: off
+    if BANDED:
+        acc, m, l = _forward_tiles(
+            acc, m, l, b_q, k, v, batch, kv_head, sk_t, sv_t,
+            tl.maximum(start, 0) // N * N, tl.minimum(full_start, stop), i + o_m, first, end, seq_k,
+            scale * LOG2_E, b_seed, bh, threshold, N, HEAD_DIM, D, BANDED, DROPOUT, UPCAST, TMA, True,
+        )
     acc, m, l = _forward_tiles(
-        acc, m, l, b_q, k, v, batch, kv_head, sk_t, sv_t, 0, full, i + o_m, offset, seq_k, scale * LOG2_E,
-        b_seed, bh, threshold, N, HEAD_DIM, D, CAUSAL, DROPOUT, UPCAST, TMA, False,
+        acc, m, l, b_q, k, v, batch, kv_head, sk_t, sv_t, full_start, full,
+        i + o_m, first, end, seq_k, scale * LOG2_E, b_seed, bh, threshold,
+        N, HEAD_DIM, D, BANDED, DROPOUT, UPCAST, TMA, False,
     )
     acc, m, l = _forward_tiles(
-        acc, m, l, b_q, k, v, batch, kv_head, sk_t, sv_t, full, stop, i + o_m, offset, seq_k, scale * LOG2_E,
-        b_seed, bh, threshold, N, HEAD_DIM, D, CAUSAL, DROPOUT, UPCAST, TMA, True,
+        acc, m, l, b_q, k, v, batch, kv_head, sk_t, sv_t, tl.maximum(full, full_start), stop,
+        i + o_m, first, end, seq_k, scale * LOG2_E, b_seed, bh, threshold,
+        N, HEAD_DIM, D, BANDED, DROPOUT, UPCAST, TMA, True,
     )
     # fmt: on
     b_out = acc * (keep_scale / tl.where(l == 0.0, 1.0, l))[:, None]
@@ -240,6 +323,7 @@ def forward_kernel(
 def delta_kernel(
     out,
     dout,
+    dlogsumexp,
     delta,
     so_b,
     so_t,
@@ -252,8 +336,12 @@ def delta_kernel(
     M: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     D: tl.constexpr,
+    LOGSUMEXP: tl.constexpr,
 ):
-    """Line 4 of Algorithm 2: delta = rowsum(dO o O), (B, heads, seq_q) fp32. Grid: B * heads * cdiv(seq_q, M)."""
+    """Line 4 of Algorithm 2: delta = rowsum(dO o O), (B, heads, seq_q) fp32. Grid: B * heads * cdiv(seq_q, M).
+
+    Where the LOGSUMEXP has a gradient too, shaped like delta, it is taken off: dS = P o (dP - delta + dL).
+    """
     tiles = tl.cdiv(seq_q, M)
     bh = tl.program_id(0) // tiles
     i = tl.program_id(0) % tiles * M
@@ -263,7 +351,10 @@ def delta_kernel(
     b_out = _load(p_out, batch, head, so_t, i, seq_q, M, HEAD_DIM, D, True, False)
     b_dout = _load(p_dout, batch, head, sdo_t, i, seq_q, M, HEAD_DIM, D, True, False)
     b_delta = tl.sum(b_out.to(tl.float32) * b_dout.to(tl.float32), 1)
-    tl.store(delta + tl.cast(bh, tl.int64) * seq_q + i + o_m, b_delta, mask=i + o_m < seq_q)
+    row = tl.cast(bh, tl.int64) * seq_q + i + o_m
+    if LOGSUMEXP:
+        b_delta -= tl.load(dlogsumexp + row, mask=i + o_m < seq_q, other=0.0)
+    tl.store(delta + row, b_delta, mask=i + o_m < seq_q)
 
 
 @triton.jit
@@ -282,8 +373,9 @@ def _key_gradient_tiles(
     s_do,
     start,
     stop,
-    o_j,
-    offset,
+    j,
+    first,
+    end,
     seq_q,
     scale_log2,
     seed,
@@ -293,6 +385,7 @@ def _key_gradient_tiles(
     M: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     D: tl.constexpr,
+    BANDED: tl.constexpr,
     DROPOUT: tl.constexpr,
     UPCAST: tl.constexpr,
     TMA: tl.constexpr,
@@ -303,14 +396,16 @@ def _key_gradient_tiles(
 
     Both products of S and dP are issued before the exponential, which then hides under the second. Rows past seq_q read
     a logsumexp of +inf, so that their P is zero; keys past seq_k need no mask, being rows of dK and dV never stored.
+    Where MASKED, each key is seen by the queries [first, end); where not BANDED, end is seq_q.
     """
+    N: tl.constexpr = b_k.shape[0]
     o_m = tl.arange(0, M)
     for m in tl.range(start, stop, M):
         o_i = m + o_m
         b_q = _load(q, batch, head, s_q, m, seq_q, M, HEAD_DIM, D, BOUNDED, TMA)
         b_do = _load(dout, batch, head, s_do, m, seq_q, M, HEAD_DIM, D, BOUNDED, TMA)
-        b_st = _dot(b_k, tl.trans(b_q), tl.zeros([o_j.shape[0], M], tl.float32), UPCAST)
-        b_dpt = _dot(b_v, tl.trans(b_do), tl.zeros([o_j.shape[0], M], tl.float32), UPCAST)
+        b_st = _dot(b_k, tl.trans(b_q), tl.zeros([N, M], tl.float32), UPCAST)
+        b_dpt = _dot(b_v, tl.trans(b_do), tl.zeros([N, M], tl.float32), UPCAST)
         if BOUNDED:
             b_lse = tl.load(p_lse + o_i, mask=o_i < seq_q, other=float("inf"))
             b_delta = tl.load(p_delta + o_i, mask=o_i < seq_q, other=0.0)
@@ -319,10 +414,13 @@ def _key_gradient_tiles(
             b_delta = tl.load(p_delta + o_i)
         b_pt = tl.math.exp2(b_st * scale_log2 - (b_lse * LOG2_E)[None, :])
         if MASKED:
-            b_pt = tl.where(o_j[:, None] <= o_i[None, :] + offset, b_pt, 0.0)
+            seen = o_i[None, :] >= first[:, None]
+            if BANDED:
+                seen = seen & (o_i[None, :] < end[:, None])
+            b_pt = tl.where(seen, b_pt, 0.0)
         b_pt_kept = b_pt
         if DROPOUT:
-            kept = tl.trans(_kept(seed, o_i, o_j, bh, threshold))
+            kept = tl.trans(_kept(seed, o_i, j, bh, threshold, N))
             b_pt_kept = tl.where(kept, b_pt, 0.0)
             b_dpt = tl.where(kept, b_dpt * keep_scale, 0.0)
         dv = _dot(_to(b_pt_kept, b_do.dtype, UPCAST), b_do, dv, UPCAST)
@@ -342,6 +440,7 @@ def key_gradient_kernel(
     dk,
     dv,
     seed,
+    documents,
     sq_b,
     sq_t,
     sq_h,
@@ -361,6 +460,7 @@ def key_gradient_kernel(
     groups,
     seq_q,
     seq_k,
+    window,
     scale,
     threshold,
     keep_scale,
@@ -369,6 +469,8 @@ def key_gradient_kernel(
     HEAD_DIM: tl.constexpr,
     D: tl.constexpr,
     CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
     DROPOUT: tl.constexpr,
     UPCAST: tl.constexpr,
     TMA: tl.constexpr,
@@ -394,10 +496,16 @@ def key_gradient_kernel(
     if DROPOUT:
         b_seed = tl.load(seed)
 
-    first, full = 0, 0
-    if CAUSAL:
-        first = tl.maximum(j - offset, 0) // M * M
-        full = tl.cdiv(tl.maximum(j + N - 1 - offset, 0), M) * M
+    BANDED: tl.constexpr = WINDOW or DOCUMENTS
+    last = tl.minimum(j + N, seq_k) - 1
+    # fmt: off
+    start, full = _queries_of(j, documents, batch, offset, seq_q, seq_k, window, CAUSAL, WINDOW, DOCUMENTS)
+    full_start, stop = _queries_of(last, documents, batch, offset, seq_q, seq_k, window, CAUSAL, WINDOW, DOCUMENTS)
+    first, end = _queries_of(j + o_n, documents, batch, offset, seq_q, seq_k, window, CAUSAL, WINDOW, DOCUMENTS)
+    # fmt: on
+    start, full_start = tl.maximum(start, 0) // M * M, tl.cdiv(tl.maximum(full_start, 0), M) * M
+    if BANDED:
+        full = tl.maximum(full, 0) // M * M  # elsewhere every tile from full_start on is seen whole
     b_dk = tl.zeros([N, D], tl.float32)
     b_dv = tl.zeros([N, D], tl.float32)
     for g in range(groups):
@@ -408,17 +516,23 @@ def key_gradient_kernel(
         p_lse = logsumexp + tl.cast(bh, tl.int64) * seq_q
         p_delta = delta + tl.cast(bh, tl.int64) * seq_q
         # fmt: off
-        if CAUSAL:
+        if CAUSAL or DOCUMENTS:
             b_dk, b_dv = _key_gradient_tiles(
                 b_dk, b_dv, b_k, b_v, q_head, do_head, p_lse, p_delta, batch, head, sq_t, sdo_t,
-                first, tl.minimum(full, seq_q), j + o_n, offset, seq_q, scale * LOG2_E, b_seed, bh, threshold,
-                keep_scale, M, HEAD_DIM, D, DROPOUT, UPCAST, TMA, BOUNDED, True,
+                start, tl.minimum(full_start, stop), j, first, end, seq_q, scale * LOG2_E, b_seed, bh, threshold,
+                keep_scale, M, HEAD_DIM, D, BANDED, DROPOUT, UPCAST, TMA, BOUNDED, True,
             )
         b_dk, b_dv = _key_gradient_tiles(
             b_dk, b_dv, b_k, b_v, q_head, do_head, p_lse, p_delta, batch, head, sq_t, sdo_t,
-            full, seq_q, j + o_n, offset, seq_q, scale * LOG2_E, b_seed, bh, threshold, keep_scale,
-            M, HEAD_DIM, D, DROPOUT, UPCAST, TMA, BOUNDED, False,
+            full_start, full, j, first, end, seq_q, scale * LOG2_E, b_seed, bh, threshold,
+            keep_scale, M, HEAD_DIM, D, BANDED, DROPOUT, UPCAST, TMA, BOUNDED, False,
         )
+        if BANDED:
+            b_dk, b_dv = _key_gradient_tiles(
+                b_dk, b_dv, b_k, b_v, q_head, do_head, p_lse, p_delta, batch, head, sq_t, sdo_t,
+                tl.maximum(full, full_start), stop, j, first, end, seq_q, scale * LOG2_E, b_seed, bh, threshold,
+                keep_scale, M, HEAD_DIM, D, BANDED, DROPOUT, UPCAST, TMA, BOUNDED, True,
+            )
         # fmt: on
     _store(_head(dk, batch, kv_head, sdk_b, sdk_h), sdk_t, j, seq_k, o_n, b_dk * scale, HEAD_DIM, D, UPCAST)
     _store(_head(dv, batch, kv_head, sdk_b, sdk_h), sdk_t, j, seq_k, o_n, b_dv * keep_scale, HEAD_DIM, D, UPCAST)
@@ -440,7 +554,8 @@ def _query_gradient_tiles(
     start,
     stop,
     o_i,
-    offset,
+    first,
+    end,
     seq_k,
     scale_log2,
     seed,
@@ -450,13 +565,13 @@ def _query_gradient_tiles(
     N: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     D: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    BANDED: tl.constexpr,
     DROPOUT: tl.constexpr,
     UPCAST: tl.constexpr,
     TMA: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Lines 11 to 15 of Algorithm 2 for dQ alone, over the keys [start, stop)."""
+    """Lines 11 to 15 of Algorithm 2 for dQ alone, over the keys [start, stop), masked as in the forward kernel."""
     o_n = tl.arange(0, N)
     for n in tl.range(start, stop, N):
         o_j = n + o_n
@@ -466,12 +581,12 @@ def _query_gradient_tiles(
         b_dp = _dot(b_do, tl.trans(b_v), tl.zeros([o_i.shape[0], N], tl.float32), UPCAST)
         b_p = tl.math.exp2(b_s * scale_log2 - (b_lse * LOG2_E)[:, None])
         if MASKED:
-            visible = (o_j < seq_k)[None, :]
-            if CAUSAL:
-                visible = visible & (o_j[None, :] <= o_i[:, None] + offset)
+            visible = o_j[None, :] < end[:, None]
+            if BANDED:
+                visible = visible & (o_j[None, :] >= first[:, None])
             b_p = tl.where(visible, b_p, 0.0)
         if DROPOUT:
-            b_dp = tl.where(_kept(seed, o_i, o_j, bh, threshold), b_dp * keep_scale, 0.0)
+            b_dp = tl.where(_kept(seed, o_i, n, bh, threshold, N), b_dp * keep_scale, 0.0)
         b_ds = b_p * (b_dp - b_delta[:, None])
         dq = _dot(_to(b_ds, b_k.dtype, UPCAST), b_k, dq, UPCAST)
     return dq
@@ -487,6 +602,7 @@ def query_gradient_kernel(
     delta,
     dq,
     seed,
+    documents,
     sq_b,
     sq_t,
     sq_h,
@@ -506,6 +622,7 @@ def query_gradient_kernel(
     groups,
     seq_q,
     seq_k,
+    window,
     scale,
     threshold,
     keep_scale,
@@ -514,6 +631,8 @@ def query_gradient_kernel(
     HEAD_DIM: tl.constexpr,
     D: tl.constexpr,
     CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
     DROPOUT: tl.constexpr,
     UPCAST: tl.constexpr,
     TMA: tl.constexpr,
@@ -539,19 +658,31 @@ def query_gradient_kernel(
     if DROPOUT:
         b_seed = tl.load(seed)
 
-    full, stop = seq_k // N * N, seq_k
-    if CAUSAL:
-        full = tl.minimum(full, tl.maximum(i + offset + 1, 0) // N * N)
-        stop = tl.minimum(stop, tl.maximum(i + M + offset, 0))
+    BANDED: tl.constexpr = WINDOW or DOCUMENTS
+    last = tl.minimum(i + M, seq_q) - 1
+    # fmt: off
+    start, full = _keys_of(i, documents, batch, offset, seq_q, seq_k, window, CAUSAL, WINDOW, DOCUMENTS)
+    full_start, stop = _keys_of(last, documents, batch, offset, seq_q, seq_k, window, CAUSAL, WINDOW, DOCUMENTS)
+    first, end = _keys_of(i + o_m, documents, batch, offset, seq_q, seq_k, window, CAUSAL, WINDOW, DOCUMENTS)
+    # fmt: on
+    full, full_start = tl.maximum(full, 0) // N * N, tl.cdiv(tl.maximum(full_start, 0), N) * N
     b_dq = tl.zeros([M, D], tl.float32)
     # fmt: off
+    if BANDED:
+        b_dq = _query_gradient_tiles(
+            b_dq, b_q, b_do, b_lse, b_delta, k, v, batch, kv_head, sk_t, sv_t, tl.maximum(start, 0) // N * N,
+            tl.minimum(full_start, stop), i + o_m, first, end, seq_k, scale * LOG2_E, b_seed, bh, threshold, keep_scale,
+            N, HEAD_DIM, D, BANDED, DROPOUT, UPCAST, TMA, True,
+        )
     b_dq = _query_gradient_tiles(
-        b_dq, b_q, b_do, b_lse, b_delta, k, v, batch, kv_head, sk_t, sv_t, 0, full, i + o_m, offset, seq_k,
-        scale * LOG2_E, b_seed, bh, threshold, keep_scale, N, HEAD_DIM, D, CAUSAL, DROPOUT, UPCAST, TMA, False,
+        b_dq, b_q, b_do, b_lse, b_delta, k, v, batch, kv_head, sk_t, sv_t, full_start, full,
+        i + o_m, first, end, seq_k, scale * LOG2_E, b_seed, bh, threshold, keep_scale,
+        N, HEAD_DIM, D, BANDED, DROPOUT, UPCAST, TMA, False,
     )
     b_dq = _query_gradient_tiles(
-        b_dq, b_q, b_do, b_lse, b_delta, k, v, batch, kv_head, sk_t, sv_t, full, stop, i + o_m, offset, seq_k,
-        scale * LOG2_E, b_seed, bh, threshold, keep_scale, N, HEAD_DIM, D, CAUSAL, DROPOUT, UPCAST, TMA, True,
+        b_dq, b_q, b_do, b_lse, b_delta, k, v, batch, kv_head, sk_t, sv_t, tl.maximum(full, full_start), stop,
+        i + o_m, first, end, seq_k, scale * LOG2_E, b_seed, bh, threshold, keep_scale,
+        N, HEAD_DIM, D, BANDED, DROPOUT, UPCAST, TMA, True,
     )
     # fmt: on
     _store(_head(dq, batch, head, sdq_b, sdq_h), sdq_t, i, seq_q, o_m, b_dq * scale, HEAD_DIM, D, UPCAST)

@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kernels.flash2 import launch, triton_kernels
+from kernels.flash2.options import Options
 from kernels.flash2.tiles import read_table, tiles_for
 
 TARGETS = {
@@ -40,14 +41,14 @@ SHAPES = {
     "gfx942": [*COMMON, LARGE, FP32],
 }
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-POINTER_TYPES = {"logsumexp": "*fp32", "delta": "*fp32", "seed": "*i64"}
+POINTER_TYPES = {"logsumexp": "*fp32", "delta": "*fp32", "seed": "*i64", "documents": "*i32"}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def signature(kernel, constants: dict, dtype: str) -> dict[str, str]:
     """Types of a kernel's arguments, told by their names: sizes and strides are i32, tensors have the data's dtype."""
     floats = {"scale", "keep_scale"}
-    integers = {"heads", "groups", "seq_q", "seq_k", "threshold"}
+    integers = {"heads", "groups", "seq_q", "seq_k", "window", "threshold"}
     types = {}
     for name in kernel.arg_names:
         if name in constants:
@@ -82,8 +83,9 @@ def variants(target: str, head_dim: int, dtype: str, causal: bool, dropout: bool
     tma = target == "sm_90" and dtype != "fp32"
     for name, tile in tiles._asdict().items():
         kernel = getattr(triton_kernels, f"{name}_kernel")
-        values = launch._constants(tile, head_dim, causal, 0.1 if dropout else 0.0, interpreted=False, tma=tma)
-        names = ("M", "N", "HEAD_DIM", "D", "CAUSAL", "DROPOUT", "UPCAST", "TMA")
+        options = Options(causal=causal, dropout_p=0.1 if dropout else 0.0)
+        values = launch._constants(tile, head_dim, options, interpreted=False, tma=tma)
+        names = ("M", "N", "HEAD_DIM", "D", "CAUSAL", "WINDOW", "DOCUMENTS", "DROPOUT", "UPCAST", "TMA")
         bounded = {"BOUNDED": False} if name == "key_gradient" else {}
         yield name, kernel, {**dict(zip(names, values, strict=True)), **bounded}, tile
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.flash2 import definition, flash2, flash2_packed, launch, philox
+from kernels.flash2.options import Options, document_bounds
 from kernels.standard import standard_attention
 from tests.kernels.accuracy import Case, assert_as_accurate, draw, outcome
 
@@ -32,10 +33,15 @@ KERNEL_CASES = [
 
 def kernels(case: Case, inputs: tuple, seed: torch.Tensor | None = None, dropout_p: float = 0.0) -> tuple:
     """Output and gradients by the Triton kernels, whatever the device."""
+    options = Options(seed, causal=case.causal, scale=case.head_dim**-0.5, dropout_p=dropout_p)
+    return both_passes(launch, inputs, options)
+
+
+def both_passes(implementation, inputs: tuple, options: Options) -> tuple:
+    """out, dq, dk and dv by the kernels (launch) or by their definition."""
     q, k, v, dout = inputs
-    options = seed, case.causal, case.head_dim**-0.5, dropout_p
-    out, logsumexp = launch.forward(q, k, v, *options)
-    return out, *launch.backward(dout, q, k, v, out, logsumexp, *options)
+    out, logsumexp = implementation.forward(q, k, v, *options)
+    return out, *implementation.backward(dout, q, k, v, out, logsumexp, None, True, *options)
 
 
 @pytest.mark.parametrize("case", KERNEL_CASES, ids=str)
@@ -63,9 +69,8 @@ def test_kernels_and_definition_agree_at_any_size(case, dropout_p):
     """Dropout included, so both draw the same random bits in both passes."""
     q, k, v, dout = draw(case, KERNEL_DEVICE)
     seed = torch.tensor([2**40 + 7], device=KERNEL_DEVICE)
-    options = seed, case.causal, case.head_dim**-0.5, dropout_p
-    out, logsumexp = definition.forward(q, k, v, *options)
-    expected = out, *definition.backward(dout, q, k, v, out, logsumexp, *options)
+    options = Options(seed, causal=case.causal, scale=case.head_dim**-0.5, dropout_p=dropout_p)
+    expected = both_passes(definition, (q, k, v, dout), options)
     for got, want in zip(kernels(case, (q, k, v, dout), seed, dropout_p), expected, strict=True):
         torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-4)
 
@@ -86,10 +91,10 @@ def test_kernels_read_views_of_the_packed_projection_where_they_lie():
 def test_the_packed_gradient_is_that_of_its_parts(implementation):
     qkv, dout = torch.randn(2, 70, 3, 2, 40, device=KERNEL_DEVICE), torch.randn(2, 70, 2, 40, device=KERNEL_DEVICE)
     q, k, v = qkv.unbind(2)
-    options = None, True, 0.2, 0.0
+    options = Options(causal=True, scale=0.2)
     out, logsumexp = implementation.forward(q, k, v, *options)
-    apart = implementation.backward(dout, q, k, v, out, logsumexp, *options)
-    packed = implementation.backward_packed(dout, qkv, out, logsumexp, *options)
+    apart = implementation.backward(dout, q, k, v, out, logsumexp, None, True, *options)
+    packed = implementation.backward_packed(dout, qkv, out, logsumexp, None, True, *options)
     assert torch.equal(packed, torch.stack(apart, dim=2))
 
 
@@ -101,11 +106,106 @@ def test_the_packed_operator_is_flash2_of_its_parts():
         flash2_packed(qkv.squeeze(0))
 
 
+def written_out(case: Case, inputs: tuple, visible: torch.Tensor, dlogsumexp: torch.Tensor) -> tuple:
+    """out, logsumexp and the gradients of q, k and v by autograd in fp64, `visible` (batch, seq_q, seq_k) being True
+    where a query sees a key; a query that sees none gives zeros and -inf, and has no gradient."""
+    q, k, v, dout = (x.double() for x in inputs)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    group = case.heads // case.kv_heads
+    scores = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(group, 2)) * case.head_dim**-0.5
+    scores = scores.masked_fill(~visible[:, None], -1e30)
+    logsumexp, some = scores.logsumexp(-1), visible.any(-1)[:, None]
+    p = scores.softmax(-1) * some[..., None]
+    out = torch.einsum("bhij,bjhd->bihd", p, v.repeat_interleave(group, 2))
+    total = (out * dout).sum() + (logsumexp * dlogsumexp.double() * some).sum()
+    return out.detach(), logsumexp.detach().masked_fill(~some, float("-inf")), *torch.autograd.grad(total, (q, k, v))
+
+
+@st.composite
+def masks(draw) -> tuple[Case, int | None, list[int] | None]:
+    """A case with a window, with documents, or with both: lengths of documents in the batch's sequences end to end."""
+    documents = draw(st.booleans())
+    case = draw(SIZES)._replace(head_dim=16)
+    if documents:
+        case = case._replace(seq_k=case.seq_q)
+    window = draw(st.integers(1, 160) if case.causal and not documents else st.none() | st.integers(1, 160))
+    cuts = []
+    if documents:
+        total = case.batch * case.seq_q
+        cuts = [0, *sorted(draw(st.lists(st.integers(0, total), max_size=5))), total]
+    return case, window if case.causal else None, cuts
+
+
+def visible_keys(case: Case, window: int | None, cuts: list[int]) -> torch.Tensor:
+    """(batch, seq_q, seq_k), pair by pair from the words of flash2's docstring."""
+    visible = torch.ones(case.batch, case.seq_q, case.seq_k, dtype=torch.bool)
+    own = torch.arange(case.seq_q)[:, None] + case.seq_k - case.seq_q
+    j = torch.arange(case.seq_k)
+    if case.causal:
+        visible &= j <= own
+    if window:
+        visible &= j > own - window
+    if cuts:
+        token = torch.arange(case.batch * case.seq_q).view(case.batch, case.seq_q)
+        document = (torch.tensor(cuts)[:, None, None] <= token).sum(0)
+        visible &= document[:, :, None] == document[:, None, :]
+    return visible
+
+
+@pytest.mark.parametrize("implementation", [definition, launch], ids=["definition", "kernels"])
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(mask=masks())
+def test_windows_documents_and_the_gradient_of_the_logsumexp(implementation, mask):
+    """Together, at any size, against autograd in fp64."""
+    case, window, cuts = mask
+    inputs = draw(case, KERNEL_DEVICE)
+    documents = None
+    if cuts:
+        documents = document_bounds(torch.tensor(cuts, dtype=torch.int32, device=KERNEL_DEVICE), case.batch, case.seq_q)
+    options = Options(None, documents, case.causal, window or 0, case.head_dim**-0.5)
+    dlogsumexp = torch.randn(case.batch, case.heads, case.seq_q, device=KERNEL_DEVICE)
+    out, logsumexp = implementation.forward(*inputs[:3], *options)
+    grads = implementation.backward(inputs[3], *inputs[:3], out, logsumexp, dlogsumexp, True, *options)
+    expected = written_out(case, inputs, visible_keys(case, window, cuts).to(KERNEL_DEVICE), dlogsumexp)
+    for got, want in zip((out, logsumexp, *grads), expected, strict=True):
+        torch.testing.assert_close(got, want.float(), atol=2e-5, rtol=2e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_tuned_tiles_mask_windows_and_documents(head_dim, deterministic):
+    """In bf16, as trained with; a document of one token, and one that runs into the next sequence."""
+    case = Case(seq_q=700, seq_k=700, heads=4, kv_heads=2, head_dim=head_dim, dtype=BF16)
+    cuts = [0, 1, 300, 900, 1400]
+    for window, documents in ((128, None), (None, cuts), (50, cuts)):
+        inputs = draw(case, "cuda")
+        q, k, v = (x.clone().requires_grad_() for x in inputs[:3])
+        cu_seqlens = None if documents is None else torch.tensor(documents, dtype=torch.int32, device="cuda")
+        options = {"causal": True, "window": window, "cu_seqlens": cu_seqlens, "deterministic": deterministic}
+        out, logsumexp = flash2(q, k, v, **options, return_lse=True)
+        dlogsumexp = torch.randn_like(logsumexp)
+        grads = torch.autograd.grad((out, logsumexp), (q, k, v), (inputs[3], dlogsumexp))
+        visible = visible_keys(case, window, documents or []).to("cuda")
+        for got, want in zip((out, logsumexp, *grads), written_out(case, inputs, visible, dlogsumexp), strict=True):
+            assert (got.double() - want).norm() < 1e-2 * want.norm()
+
+
+def test_return_lse_and_masks_through_the_operator():
+    """gradcheck of both outputs, apart and packed, and of a loss that uses the logsumexp alone."""
+    qkv = torch.randn(1, 9, 3, 2, 16, dtype=torch.float64, requires_grad=True)
+    cu_seqlens = torch.tensor([0, 4, 9])
+    options = {"causal": True, "window": 3, "cu_seqlens": cu_seqlens, "return_lse": True}
+    assert torch.autograd.gradcheck(lambda x: flash2_packed(x, **options), qkv)
+    assert torch.autograd.gradcheck(lambda x: flash2(*x.unbind(2), **options), qkv)
+    assert torch.autograd.gradcheck(lambda x: flash2_packed(x, **options)[1], qkv)
+
+
 @pytest.mark.parametrize("implementation", [definition, launch], ids=["definition", "kernels"])
 def test_logsumexp_is_natural_and_minus_infinity_without_keys(implementation):
     case = Case(seq_q=8, seq_k=5, heads=2, kv_heads=2, head_dim=16)
     q, k, v, _ = draw(case, KERNEL_DEVICE)
-    out, logsumexp = implementation.forward(q, k, v, None, True, 0.25, 0.0)
+    out, logsumexp = implementation.forward(q, k, v, *Options(causal=True, scale=0.25))
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * 0.25
     mask = torch.ones(8, 5, dtype=torch.bool, device=q.device).tril(-3)
     torch.testing.assert_close(logsumexp, scores.masked_fill(~mask, float("-inf")).logsumexp(-1))
@@ -114,11 +214,11 @@ def test_logsumexp_is_natural_and_minus_infinity_without_keys(implementation):
 
 def test_the_kernels_drop_what_philox_says():
     """With v the identity the output is P itself, so its zeros are the dropped probabilities."""
-    n = 48
+    n = 120  # more than one group of 64 keys
     q, k = torch.randn(2, 2, n, 2, n, device=KERNEL_DEVICE)
     v = torch.eye(n, device=KERNEL_DEVICE)[None, :, None, :].expand(2, n, 2, n)
     seed = torch.tensor([123456789123456789], device=KERNEL_DEVICE)
-    out, _ = launch.forward(q, k, v, seed, False, 0.1, 0.4)
+    out, _ = launch.forward(q, k, v, *Options(seed, scale=0.1, dropout_p=0.4))
     keep = philox.keep_mask(seed, 2, 2, range(n), range(n), 0.4)
     assert torch.equal(out.permute(0, 2, 1, 3) != 0, keep)
     assert abs(keep.float().mean().item() - 0.6) < 0.02
@@ -127,8 +227,10 @@ def test_the_kernels_drop_what_philox_says():
 def test_philox_gives_the_published_numbers():
     """Known answers of Philox 4x32-10 in the Random123 distribution: counter and key all zeros, then all ones."""
     zero, ones = torch.tensor(0), torch.tensor(0xFFFFFFFF)
-    assert philox.random_bits(torch.tensor([0]), zero, zero, zero, zero).item() == 0x6627E8D5
-    assert philox.random_bits(torch.tensor([-1]), ones, ones, ones, ones).item() == 0x408F276D
+    words = philox.random_words(torch.tensor([0]), zero, zero, zero, zero)
+    assert [word.item() for word in words] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    words = philox.random_words(torch.tensor([-1]), ones, ones, ones, ones)
+    assert [word.item() for word in words] == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
 
 
 def test_dropout_has_the_gradient_of_the_mask_it_drew():
@@ -180,10 +282,10 @@ def test_opcheck(device):
     q, k, v, dout = draw(Case(seq_q=40, seq_k=40, dtype=F16), device)
     seed = torch.tensor([3], device=device)
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    options = seed, True, 0.125, 0.1
+    options = Options(seed, causal=True, scale=0.125, dropout_p=0.1)
     torch.library.opcheck(torch.ops.flash2.forward.default, (q, k, v, *options), test_utils=checks)
     out, logsumexp = torch.ops.flash2.forward(q, k, v, *options)
-    arguments = dout, q, k, v, out, logsumexp, *options
+    arguments = dout, q, k, v, out, logsumexp, None, True, *options
     torch.library.opcheck(torch.ops.flash2.backward.default, arguments, test_utils=checks)
 
 
@@ -232,7 +334,14 @@ def test_refuses_what_it_cannot_do(change, message):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"), [({"scale": -1.0}, "positive scale"), ({"dropout_p": 1.0}, r"in \[0, 1\)")]
+    ("options", "message"),
+    [
+        ({"scale": -1.0}, "positive scale"),
+        ({"dropout_p": 1.0}, r"in \[0, 1\)"),
+        ({"window": 8}, "causal=True and 1 or more"),
+        ({"window": 0, "causal": True}, "not 0"),
+        ({"cu_seqlens": torch.tensor([0.0, 111.0])}, "cumulative lengths"),
+    ],
 )
 def test_refuses_options_out_of_range(options, message):
     q, k, v, _ = draw(Case(), "cpu")
