@@ -140,8 +140,13 @@ def destination(arguments: argparse.Namespace) -> Path | None:
     whole = not (arguments.cells or arguments.variants or arguments.seq_len) and arguments.dtype == "bfloat16"
     if arguments.out or not whole:
         return arguments.out
+    return results_folder(arguments.gpu) / "attention.json"
+
+
+def results_folder(gpu: str | None) -> Path:
+    """Where the results of this GPU go, unless the user names it otherwise."""
     name = torch.cuda.get_device_name().lower().removeprefix("nvidia ")
-    return ROOT / "bench" / "results" / (arguments.gpu or re.sub(r"[^a-z0-9]+", "-", name)) / "attention.json"
+    return ROOT / "bench" / "results" / (gpu or re.sub(r"[^a-z0-9]+", "-", name))
 
 
 def measure_all(

@@ -61,6 +61,8 @@ class AttentionConfig:
     """naive (all matrices written out), sdpa (torch's own) or flash2 (the Triton kernels of this project)."""
     backend: str = "auto"
     """For sdpa alone: auto, flash, cudnn, efficient or math."""
+    deterministic: bool = False
+    """For flash2 alone: the same gradient bits at every run; slower. train.deterministic asks it of everything."""
 
     def __post_init__(self):
         if self.name not in VARIANTS:
@@ -68,6 +70,11 @@ class AttentionConfig:
         if self.backend != "auto" and self.name != "sdpa":
             raise UserError(
                 f"attention.backend={self.backend} is for attention=sdpa, not for attention={self.name}; leave it out"
+            )
+        if self.deterministic and self.name != "flash2":
+            raise UserError(
+                f"attention.deterministic=true is for attention=flash2, not for attention={self.name}; "
+                "use train.deterministic=true, which asks it of every kernel"
             )
         if self.backend not in ("auto", *SDPA_BACKENDS):
             choices = ", ".join(("auto", *SDPA_BACKENDS))
@@ -77,7 +84,7 @@ class AttentionConfig:
 VARIANTS: dict[str, Callable[[AttentionConfig], Attention]] = {
     "naive": lambda config: standard_attention,
     "sdpa": lambda config: partial(sdpa, backend=config.backend),
-    "flash2": lambda config: flash2,
+    "flash2": lambda config: partial(flash2, deterministic=config.deterministic or None),  # None: as torch is set
 }
 
 
@@ -91,7 +98,9 @@ def attend_packed(attention: Attention, qkv: Tensor, **options) -> Tensor:
 
     Only flash2 gains by knowing that they are parts: it writes their gradients into one tensor.
     """
-    return flash2_packed(qkv, **options) if attention is flash2 else attention(*qkv.unbind(2), **options)
+    if isinstance(attention, partial) and attention.func is flash2:
+        return flash2_packed(qkv, **attention.keywords, **options)
+    return attention(*qkv.unbind(2), **options)
 
 
 def check_attention(

@@ -185,6 +185,7 @@ def test_a_global_batch_that_does_not_divide_is_refused_with_one_that_does(whole
     [
         ({"name": "flash9"}, "attention.name=flash9 is unknown; choose one of .*flash2"),
         ({"name": "flash2", "backend": "cudnn"}, "attention.backend=cudnn .*attention=sdpa.*leave it out"),
+        ({"name": "sdpa", "deterministic": True}, "attention.deterministic=true is for attention=flash2.*train.deter"),
         ({"name": "sdpa", "backend": "xformers"}, "attention.backend=xformers is unknown; choose one of auto, .*cudnn"),
     ],
 )

@@ -3,7 +3,15 @@
 import pytest
 import torch
 
-from model.attention import SDPA_BACKENDS, VARIANTS, AttentionConfig, build_attention, check_attention, sdpa
+from model.attention import (
+    SDPA_BACKENDS,
+    VARIANTS,
+    AttentionConfig,
+    attend_packed,
+    build_attention,
+    check_attention,
+    sdpa,
+)
 from tests.kernels.accuracy import Case, assert_as_accurate, draw, outcome
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -62,6 +70,42 @@ def test_dropout_keeps_the_mean_and_follows_the_seed(name, device):
     torch.testing.assert_close(first.float().mean().item(), 1.0, atol=3e-3, rtol=0)
     assert first.std() > 0.01
     assert torch.equal(first, drop(1)) and not torch.equal(first, drop(2))
+
+
+def test_the_deterministic_switch_reaches_the_operator_and_follows_torch_unless_set(monkeypatch):
+    asked = []
+    backward = torch.ops.flash2.backward_packed
+
+    def spy(dout, qkv, out, logsumexp, dlogsumexp, deterministic, *options):
+        asked.append(deterministic)
+        return backward(dout, qkv, out, logsumexp, dlogsumexp, deterministic, *options)
+
+    monkeypatch.setattr(torch.ops.flash2, "backward_packed", spy)
+    qkv = torch.randn(1, 9, 3, 2, 16, requires_grad=True)
+
+    def step(config: AttentionConfig) -> None:
+        attend_packed(build_attention(config), qkv, causal=True, scale=0.25).sum().backward()
+
+    step(AttentionConfig("flash2", deterministic=True))
+    step(AttentionConfig("flash2"))
+    torch.use_deterministic_algorithms(True)
+    try:
+        step(AttentionConfig("flash2"))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert asked == [True, False, True]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+def test_deterministic_gradients_are_bitwise_equal_over_20_runs(head_dim):
+    inputs = draw(Case(batch=2, seq_q=1500, seq_k=1500, heads=4, kv_heads=2, head_dim=head_dim, dtype=BF16), "cuda")
+    attention = build_attention(AttentionConfig("flash2", deterministic=True))
+    attend = lambda q, k, v: attention(q, k, v, causal=True, scale=0.1)  # noqa: E731
+    first = outcome(attend, *inputs)
+    for _ in range(19):
+        for again, once in zip(outcome(attend, *inputs), first, strict=True):
+            assert torch.equal(again, once)
 
 
 def test_sdpa_refuses_a_causal_mask_it_would_misalign():

@@ -1,0 +1,48 @@
+"""bench.features without a GPU: small shapes, and a stopwatch for a clock."""
+
+import pytest
+
+from bench import features
+from tests.bench.stopwatch import Stopwatch
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    small = {
+        "TOKENS": 96,
+        "WINDOW": 16,
+        "DOCUMENT": 32,
+        "HIDDEN": 64,
+        "HEAD_DIMS": [16],
+        "SPEED_LENGTHS": [48],
+        "ERROR_SHAPE": (1, 70, 2),
+    }
+    for name, value in (small | {"MEMORY_LENGTHS": [32, 64], "MEMORY_HEADS": 1}).items():
+        monkeypatch.setattr(features, name, value)
+
+
+def test_speed_is_the_plain_time_over_the_features(monkeypatch):
+    times = [x for _ in range(50) for x in (9.0, 9.0, 2.0, 8.0)]  # two samplers settle, then one sample of each
+    rows = list(features.speed_rows(Stopwatch(times), rounds=1))
+    assert {row["feature"] for row in rows} >= {"window 16", "dropout 0.1", "deterministic", "grouped heads 4 to 1"}
+    assert all((row["ms"], row["plain_ms"], row["speed"]) == (2, 8, 4) for row in rows)
+
+
+def test_errors_are_those_of_bf16_and_of_hard_inputs():
+    rows = list(features.error_rows(Stopwatch()))
+    assert len(rows) == 8 and {row["variant"] for row in rows} == {"flash2", "sdpa_flash"}
+    assert all(0 <= row[name] < 0.05 for row in rows for name in ("out", "dv"))
+
+
+def test_scores_reach_ten_thousand():
+    inputs = {name: inputs for name, _, inputs in features.hard_inputs(16, "cpu")}
+    q, k, *_ = inputs["scores up to 1e4"]
+    scores = (q.double().transpose(1, 2) @ k.double().permute(0, 2, 3, 1)) / 4
+    assert scores.abs().max().item() == pytest.approx(1e4, rel=0.02)
+    assert inputs["a single key"][1].shape[1] == 1
+
+
+def test_memory_and_host_time_are_counted_per_call():
+    assert [row["seq_len"] for row in features.memory_rows(Stopwatch())] == [32, 64]
+    rows = {row["variant"]: row["forward_us"] for row in features.host_rows(Stopwatch())}
+    assert rows == {"flash2": pytest.approx(10), "sdpa": pytest.approx(10)}
