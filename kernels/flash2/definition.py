@@ -10,7 +10,7 @@ B batch, T query length, S key length, H query heads, G key/value heads, D head 
 import torch
 from torch import Tensor
 
-from kernels.flash2 import philox
+from kernels.flash2.dropout import keep_mask
 
 TILE = 128
 NEG_INF = float("-inf")
@@ -66,7 +66,7 @@ def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    seed: Tensor | None,
+    numbers: Tensor | None,
     documents: Tensor | None,
     causal: bool,
     window: int,
@@ -101,7 +101,7 @@ def forward(
             alpha = torch.exp(m - shift)
             l = alpha * l + P.sum(-1, keepdim=True)
             if dropout_p:
-                P = P * philox.keep_mask(seed, batch, heads, rows, cols, dropout_p)
+                P = P * keep_mask(numbers, seq_q, rows, cols, dropout_p)
             Oi = alpha * Oi + P @ Vj
             m = m_new
         Oi = Oi / l.masked_fill(l == 0, 1) / (1 - dropout_p)
@@ -119,7 +119,7 @@ def backward(
     logsumexp: Tensor,
     dlogsumexp: Tensor | None,
     deterministic: bool,
-    seed: Tensor | None,
+    numbers: Tensor | None,
     documents: Tensor | None,
     causal: bool,
     window: int,
@@ -150,7 +150,7 @@ def backward(
             dP = dOi @ Vj.mT
             kept = P
             if dropout_p:
-                Z = philox.keep_mask(seed, batch, heads, rows, cols, dropout_p) / (1 - dropout_p)
+                Z = keep_mask(numbers, seq_q, rows, cols, dropout_p) / (1 - dropout_p)
                 kept, dP = P * Z, dP * Z
             _cut(dV, cols).add_(kept.mT @ dOi)
             dS = dP.sub_(_cut(D, rows)).mul_(P)

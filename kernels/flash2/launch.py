@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.flash2 import philox
+from kernels.flash2.dropout import threshold
 from kernels.flash2.options import Options
 from kernels.flash2.tiles import Tile, Tiles, length_bucket, padded_head_dim, tiles_for
 from kernels.flash2.triton_kernels import delta_kernel, forward_kernel, key_gradient_kernel, query_gradient_kernel
@@ -24,11 +24,8 @@ def arch_of(device: torch.device) -> str:
 
 
 def choose_tiles(q: Tensor, k: Tensor, options: Options) -> Tiles:
-    """The table's tiles for these inputs; under dropout key tiles of 64 at least, which share random numbers."""
-    tiles = tiles_for(arch_of(q.device), q.shape[3], q.dtype, options.causal, length_bucket(k.shape[1]))
-    if options.dropout_p:
-        return Tiles(*(tile._replace(n=max(tile.n, 64)) for tile in tiles))
-    return tiles
+    """The table's tiles for these inputs."""
+    return tiles_for(arch_of(q.device), q.shape[3], q.dtype, options.causal, length_bucket(k.shape[1]))
 
 
 def explain(head_dim: int, dtype: torch.dtype, causal: bool, seq_len: int, arch: str) -> str:
@@ -102,7 +99,7 @@ def _constants(tile: Tile, head_dim: int, options: Options, interpreted: bool, t
 def _sizes(q: Tensor, k: Tensor, options: Options) -> tuple:
     """heads, groups, seq_q, seq_k, window, scale, threshold, keep_scale."""
     (seq_q, heads), (seq_k, kv_heads) = q.shape[1:3], k.shape[1:3]
-    dropout = philox.threshold(options.dropout_p), 1 / (1 - options.dropout_p)
+    dropout = threshold(options.dropout_p), 1 / (1 - options.dropout_p)
     return heads, heads // kv_heads, seq_q, seq_k, options.window, options.scale, *dropout
 
 
@@ -122,7 +119,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *options, tiles: Tiles | None = Non
             forward_kernel,
             (q.dtype, q.device),
             batch * heads * triton.cdiv(seq_q, tile.m),
-            (*reads, out, logsumexp, options.seed, options.documents),
+            (*reads, out, logsumexp, options.numbers, options.documents),
             (*_strides(q, k, v, out), *_sizes(q, k, options)),
             _constants(tile, head_dim, options, not q.is_cuda, tma),
             tile,
@@ -160,7 +157,7 @@ def _backward_into(
         reads = _read(q, tile.m, tma), _read(k, tile.n, tma), _read(v, tile.n, tma), _read(dout, tile.m, tma)
         constants = _constants(tile, head_dim, options, not q.is_cuda, tma)
         _launch(
-            *(kernel, key, programs, (*reads, logsumexp, delta, *outputs, options.seed, options.documents)),
+            *(kernel, key, programs, (*reads, logsumexp, delta, *outputs, options.numbers, options.documents)),
             *((*strides, *_strides(outputs[0]), *sizes), (*constants, *extra_constants), tile),
         )
 

@@ -7,11 +7,11 @@ around them costs about half the host time of `custom_op` with `register_autogra
 import torch
 from torch import Tensor
 
-from kernels.flash2 import definition
+from kernels.flash2 import definition, dropout
 from kernels.flash2.options import Options, document_bounds
 
 _library = torch.library.Library("flash2", "DEF")
-_OPTIONS = "Tensor? seed, Tensor? documents, bool causal, int window, float scale, float dropout_p"
+_OPTIONS = "Tensor? numbers, Tensor? documents, bool causal, int window, float scale, float dropout_p"
 _SAVED = f"Tensor out, Tensor logsumexp, Tensor? dlogsumexp, bool deterministic, {_OPTIONS}"
 _library.define(f"forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)")
 _library.define(f"backward(Tensor dout, Tensor q, Tensor k, Tensor v, {_SAVED}) -> (Tensor, Tensor, Tensor)")
@@ -65,20 +65,20 @@ class _Flash2(torch.autograd.Function):
     """(q, k, v) or (qkv,), then the options, to the output and, if asked for, the logsumexp."""
 
     @staticmethod
-    def forward(ctx, return_lse, deterministic, seed, documents, causal, window, scale, dropout_p, *inputs):
+    def forward(ctx, return_lse, deterministic, numbers, documents, causal, window, scale, dropout_p, *inputs):
         q, k, v = inputs if len(inputs) == 3 else inputs[0].unbind(2)
-        numbers = causal, window, scale, dropout_p
-        out, logsumexp = torch.ops.flash2.forward(q, k, v, seed, documents, *numbers)
-        ctx.save_for_backward(seed, documents, *inputs, out, logsumexp)
-        ctx.deterministic, ctx.numbers = deterministic, numbers
+        rest = causal, window, scale, dropout_p
+        out, logsumexp = torch.ops.flash2.forward(q, k, v, numbers, documents, *rest)
+        ctx.save_for_backward(numbers, documents, *inputs, out, logsumexp)
+        ctx.deterministic, ctx.rest = deterministic, rest
         return (out, logsumexp) if return_lse else out
 
     @staticmethod
     def backward(ctx, dout, dlogsumexp=None):
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
         dlogsumexp = None if dlogsumexp is None else dlogsumexp.contiguous()
-        seed, documents, *saved = ctx.saved_tensors
-        rest = dlogsumexp, ctx.deterministic, seed, documents, *ctx.numbers
+        numbers, documents, *saved = ctx.saved_tensors
+        rest = dlogsumexp, ctx.deterministic, numbers, documents, *ctx.rest
         if len(saved) == 5:
             return *[None] * 8, *torch.ops.flash2.backward(dout, *saved, *rest)
         return *[None] * 8, torch.ops.flash2.backward_packed(dout, *saved, *rest)
@@ -92,7 +92,7 @@ def flash2(
     causal: bool = False,
     scale: float | None = None,
     dropout_p: float = 0.0,
-    seed: Tensor | None = None,
+    numbers: Tensor | None = None,
     window: int | None = None,
     cu_seqlens: Tensor | None = None,
     return_lse: bool = False,
@@ -110,7 +110,7 @@ def flash2(
             gives zeros.
         scale: factor on the scores, positive; 1 / sqrt(head_dim) by default.
         dropout_p: share of the probabilities dropped, in [0, 1).
-        seed: one int64 on q's device that fixes the dropout; drawn from torch's generator by default.
+        numbers: dropout's randomness, (batch, heads, seq_q + seq_k) int32; drawn from torch's generator by default.
         window: with causal, each query sees only the last `window` keys up to its own; all of them by default.
         cu_seqlens: cumulative lengths (n + 1,) int32 of n documents that fill the batch's sequences laid end to end,
             rising from 0 to batch * seq; each attends to itself alone. Its values stay on the device and are not
@@ -123,7 +123,7 @@ def flash2(
     Raises:
         ValueError: shapes, dtypes, devices or options outside the above.
     """
-    options = _prepare(q, k, v, causal, scale, dropout_p, seed, window, cu_seqlens)
+    options = _prepare(q, k, v, causal, scale, dropout_p, numbers, window, cu_seqlens)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     return _Flash2.apply(return_lse, _is_deterministic(deterministic), *options, q, k, v)
 
@@ -134,7 +134,7 @@ def flash2_packed(
     causal: bool = False,
     scale: float | None = None,
     dropout_p: float = 0.0,
-    seed: Tensor | None = None,
+    numbers: Tensor | None = None,
     window: int | None = None,
     cu_seqlens: Tensor | None = None,
     return_lse: bool = False,
@@ -147,7 +147,7 @@ def flash2_packed(
     """
     if qkv.ndim != 5 or qkv.shape[2] != 3:
         raise ValueError(f"flash2_packed takes qkv (batch, seq, 3, heads, head_dim), not {tuple(qkv.shape)}")
-    options = _prepare(*qkv.unbind(2), causal, scale, dropout_p, seed, window, cu_seqlens)
+    options = _prepare(*qkv.unbind(2), causal, scale, dropout_p, numbers, window, cu_seqlens)
     qkv = qkv if qkv.stride(-1) == 1 else qkv.contiguous()
     return _Flash2.apply(return_lse, _is_deterministic(deterministic), *options, qkv)
 
@@ -163,7 +163,7 @@ def _prepare(
     causal: bool,
     scale: float | None,
     dropout_p: float,
-    seed: Tensor | None,
+    numbers: Tensor | None,
     window: int | None,
     cu_seqlens: Tensor | None,
 ) -> Options:
@@ -171,10 +171,10 @@ def _prepare(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     _check(q, k, v, scale, dropout_p)
     _check_mask(q, k, causal, window, cu_seqlens)
-    if dropout_p and seed is None:
-        seed = torch.randint(2**62, (1,), device=q.device)
+    if dropout_p and numbers is None:
+        numbers = dropout.draw(q.shape[0], q.shape[2], q.shape[1], k.shape[1], q.device)
     documents = None if cu_seqlens is None else document_bounds(cu_seqlens, *q.shape[:2])
-    return Options(seed, documents, causal, window or 0, scale, dropout_p)
+    return Options(numbers, documents, causal, window or 0, scale, dropout_p)
 
 
 def _check_mask(q: Tensor, k: Tensor, causal: bool, window: int | None, cu_seqlens: Tensor | None) -> None:

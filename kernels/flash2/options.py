@@ -9,8 +9,8 @@ from torch import Tensor
 class Options(NamedTuple):
     """Which keys a query sees, the scale of the scores, and dropout."""
 
-    seed: Tensor | None = None
-    """One int64 that fixes the dropout; None without dropout."""
+    numbers: Tensor | None = None
+    """(B, H, T + S) int32: the randomness of dropout, as dropout.draw draws it; None without dropout."""
     documents: Tensor | None = None
     """(B, 2, T) int32: where the document of each token starts and ends in its sequence; None where all is one."""
     causal: bool = False

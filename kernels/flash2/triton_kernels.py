@@ -146,19 +146,24 @@ def _queries_of(
 
 
 @triton.jit
-def _kept(seed, o_i, j, bh, threshold, N: tl.constexpr):
-    """Dropout's survivors among the queries o_i and the N keys from j, a multiple of 64: [i, j], as in philox.py.
+def _numbers_of_head(numbers, bh, seq_q, seq_k, DROPOUT: tl.constexpr):
+    """Pointers to dropout's random numbers of one head's queries and of its keys; without dropout, nothing of use."""
+    if DROPOUT:
+        p_of_queries = numbers + tl.cast(bh, tl.int64) * (seq_q + seq_k)
+        return p_of_queries, p_of_queries + seq_q
+    else:
+        return bh, bh
 
-    One call of Philox serves the eight keys of a group of 64 that are equal modulo 8, two by each of its four
-    words: a thread of the tensor cores' layout holds them together.
-    """
-    o_group = j // 8 + tl.arange(0, N // 8)
-    zero = (o_i * 0)[:, None] + (o_group * 0)[None, :]
-    w0, w1, w2, w3 = tl.philox(seed, o_group[None, :] + zero, o_i[:, None] + zero, bh + zero, zero)
-    words = tl.join(tl.join(w0, w1), tl.join(w2, w3))  # [..., a, b] is word a + 2 b
-    kept = tl.join(words & 0xFFFF, words >> 16).to(tl.int32) >= threshold
-    kept = kept.reshape(o_i.shape[0], N // 64, 8, 2, 2, 2).permute(0, 1, 5, 4, 3, 2)
-    return kept.reshape(o_i.shape[0], N)
+
+@triton.jit
+def _random(p_numbers, o_rows, length, BOUNDED: tl.constexpr, DROPOUT: tl.constexpr):
+    """Some of those numbers, made odd: see dropout.py."""
+    if DROPOUT and BOUNDED:
+        return tl.load(p_numbers + o_rows, mask=o_rows < length, other=0).to(tl.uint32, bitcast=True) | 1
+    elif DROPOUT:
+        return tl.load(p_numbers + o_rows).to(tl.uint32, bitcast=True) | 1
+    else:
+        return o_rows
 
 
 @triton.jit
@@ -175,13 +180,12 @@ def _forward_tiles(
     s_v,
     start,
     stop,
-    o_i,
     first,
     end,
     seq_k,
     scale_log2,
-    seed,
-    bh,
+    of_queries,
+    p_of_keys,
     threshold,
     N: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -196,11 +200,12 @@ def _forward_tiles(
 
     Where MASKED, each query sees the keys [first, end) of them; where not BANDED, first is 0.
     """
+    M: tl.constexpr = b_q.shape[0]
     o_n = tl.arange(0, N)
     for n in tl.range(start, stop, N):
         o_j = n + o_n
         b_k = _load(k, batch, kv_head, s_k, n, seq_k, N, HEAD_DIM, D, MASKED, TMA)
-        b_s = _dot(b_q, tl.trans(b_k), tl.zeros([o_i.shape[0], N], tl.float32), UPCAST)
+        b_s = _dot(b_q, tl.trans(b_k), tl.zeros([M, N], tl.float32), UPCAST)
         if MASKED:
             visible = o_j[None, :] < end[:, None]
             if BANDED:
@@ -215,7 +220,8 @@ def _forward_tiles(
         alpha = tl.math.exp2(m - shift)
         l = l * alpha + tl.sum(b_p, 1)
         if DROPOUT:
-            b_p = tl.where(_kept(seed, o_i, n, bh, threshold, N), b_p, 0.0)
+            of_keys = _random(p_of_keys, o_j, seq_k, MASKED, DROPOUT)
+            b_p = tl.where(of_queries[:, None] * of_keys[None, :] >= threshold.to(tl.uint32, bitcast=True), b_p, 0.0)
         b_v = _load(v, batch, kv_head, s_v, n, seq_k, N, HEAD_DIM, D, MASKED, TMA)
         acc = _dot(_to(b_p, b_v.dtype, UPCAST), b_v, acc * alpha[:, None], UPCAST)
         m = m_new
@@ -229,7 +235,7 @@ def forward_kernel(
     v,
     out,
     logsumexp,
-    seed,
+    numbers,
     documents,
     sq_b,
     sq_t,
@@ -280,9 +286,6 @@ def forward_kernel(
     v = _at_head(v, batch, kv_head, sv_b, sv_h, TMA)
     q = _at_head(q, batch, head, sq_b, sq_h, TMA)
     b_q = _load(q, batch, head, sq_t, i, seq_q, M, HEAD_DIM, D, True, TMA)
-    b_seed = 0
-    if DROPOUT:
-        b_seed = tl.load(seed)
 
     BANDED: tl.constexpr = WINDOW or DOCUMENTS
     last = tl.minimum(i + M, seq_q) - 1
@@ -291,6 +294,8 @@ def forward_kernel(
     full_start, stop = _keys_of(last, documents, batch, offset, seq_q, seq_k, window, CAUSAL, WINDOW, DOCUMENTS)
     first, end = _keys_of(i + o_m, documents, batch, offset, seq_q, seq_k, window, CAUSAL, WINDOW, DOCUMENTS)
     # fmt: on
+    p_of_queries, p_of_keys = _numbers_of_head(numbers, bh, seq_q, seq_k, DROPOUT)
+    of_queries = _random(p_of_queries, i + o_m, seq_q, True, DROPOUT)
     full, full_start = tl.maximum(full, 0) // N * N, tl.cdiv(tl.maximum(full_start, 0), N) * N
     acc = tl.zeros([M, D], tl.float32)
     m = tl.full([M], float("-inf"), tl.float32)
@@ -299,17 +304,17 @@ def forward_kernel(
     if BANDED:
         acc, m, l = _forward_tiles(
             acc, m, l, b_q, k, v, batch, kv_head, sk_t, sv_t,
-            tl.maximum(start, 0) // N * N, tl.minimum(full_start, stop), i + o_m, first, end, seq_k,
-            scale * LOG2_E, b_seed, bh, threshold, N, HEAD_DIM, D, BANDED, DROPOUT, UPCAST, TMA, True,
+            tl.maximum(start, 0) // N * N, tl.minimum(full_start, stop), first, end, seq_k,
+            scale * LOG2_E, of_queries, p_of_keys, threshold, N, HEAD_DIM, D, BANDED, DROPOUT, UPCAST, TMA, True,
         )
     acc, m, l = _forward_tiles(
         acc, m, l, b_q, k, v, batch, kv_head, sk_t, sv_t, full_start, full,
-        i + o_m, first, end, seq_k, scale * LOG2_E, b_seed, bh, threshold,
+        first, end, seq_k, scale * LOG2_E, of_queries, p_of_keys, threshold,
         N, HEAD_DIM, D, BANDED, DROPOUT, UPCAST, TMA, False,
     )
     acc, m, l = _forward_tiles(
         acc, m, l, b_q, k, v, batch, kv_head, sk_t, sv_t, tl.maximum(full, full_start), stop,
-        i + o_m, first, end, seq_k, scale * LOG2_E, b_seed, bh, threshold,
+        first, end, seq_k, scale * LOG2_E, of_queries, p_of_keys, threshold,
         N, HEAD_DIM, D, BANDED, DROPOUT, UPCAST, TMA, True,
     )
     # fmt: on
@@ -373,13 +378,12 @@ def _key_gradient_tiles(
     s_do,
     start,
     stop,
-    j,
     first,
     end,
     seq_q,
     scale_log2,
-    seed,
-    bh,
+    of_keys,
+    p_of_queries,
     threshold,
     keep_scale,
     M: tl.constexpr,
@@ -420,7 +424,8 @@ def _key_gradient_tiles(
             b_pt = tl.where(seen, b_pt, 0.0)
         b_pt_kept = b_pt
         if DROPOUT:
-            kept = tl.trans(_kept(seed, o_i, j, bh, threshold, N))
+            of_queries = _random(p_of_queries, o_i, seq_q, BOUNDED, DROPOUT)
+            kept = of_keys[:, None] * of_queries[None, :] >= threshold.to(tl.uint32, bitcast=True)
             b_pt_kept = tl.where(kept, b_pt, 0.0)
             b_dpt = tl.where(kept, b_dpt * keep_scale, 0.0)
         dv = _dot(_to(b_pt_kept, b_do.dtype, UPCAST), b_do, dv, UPCAST)
@@ -439,7 +444,7 @@ def key_gradient_kernel(
     delta,
     dk,
     dv,
-    seed,
+    numbers,
     documents,
     sq_b,
     sq_t,
@@ -492,9 +497,6 @@ def key_gradient_kernel(
     v = _at_head(v, batch, kv_head, sv_b, sv_h, TMA)
     b_k = _load(k, batch, kv_head, sk_t, j, seq_k, N, HEAD_DIM, D, True, TMA)
     b_v = _load(v, batch, kv_head, sv_t, j, seq_k, N, HEAD_DIM, D, True, TMA)
-    b_seed = 0
-    if DROPOUT:
-        b_seed = tl.load(seed)
 
     BANDED: tl.constexpr = WINDOW or DOCUMENTS
     last = tl.minimum(j + N, seq_k) - 1
@@ -511,6 +513,8 @@ def key_gradient_kernel(
     for g in range(groups):
         head = kv_head * groups + g
         bh = batch * heads + head
+        p_of_queries, p_of_keys = _numbers_of_head(numbers, bh, seq_q, seq_k, DROPOUT)
+        of_keys = _random(p_of_keys, j + o_n, seq_k, True, DROPOUT)
         q_head = _at_head(q, batch, head, sq_b, sq_h, TMA)
         do_head = _at_head(dout, batch, head, sdo_b, sdo_h, TMA)
         p_lse = logsumexp + tl.cast(bh, tl.int64) * seq_q
@@ -519,18 +523,18 @@ def key_gradient_kernel(
         if CAUSAL or DOCUMENTS:
             b_dk, b_dv = _key_gradient_tiles(
                 b_dk, b_dv, b_k, b_v, q_head, do_head, p_lse, p_delta, batch, head, sq_t, sdo_t,
-                start, tl.minimum(full_start, stop), j, first, end, seq_q, scale * LOG2_E, b_seed, bh, threshold,
-                keep_scale, M, HEAD_DIM, D, BANDED, DROPOUT, UPCAST, TMA, BOUNDED, True,
+                start, tl.minimum(full_start, stop), first, end, seq_q, scale * LOG2_E, of_keys, p_of_queries,
+                threshold, keep_scale, M, HEAD_DIM, D, BANDED, DROPOUT, UPCAST, TMA, BOUNDED, True,
             )
         b_dk, b_dv = _key_gradient_tiles(
             b_dk, b_dv, b_k, b_v, q_head, do_head, p_lse, p_delta, batch, head, sq_t, sdo_t,
-            full_start, full, j, first, end, seq_q, scale * LOG2_E, b_seed, bh, threshold,
+            full_start, full, first, end, seq_q, scale * LOG2_E, of_keys, p_of_queries, threshold,
             keep_scale, M, HEAD_DIM, D, BANDED, DROPOUT, UPCAST, TMA, BOUNDED, False,
         )
         if BANDED:
             b_dk, b_dv = _key_gradient_tiles(
                 b_dk, b_dv, b_k, b_v, q_head, do_head, p_lse, p_delta, batch, head, sq_t, sdo_t,
-                tl.maximum(full, full_start), stop, j, first, end, seq_q, scale * LOG2_E, b_seed, bh, threshold,
+                tl.maximum(full, full_start), stop, first, end, seq_q, scale * LOG2_E, of_keys, p_of_queries, threshold,
                 keep_scale, M, HEAD_DIM, D, BANDED, DROPOUT, UPCAST, TMA, BOUNDED, True,
             )
         # fmt: on
@@ -553,13 +557,12 @@ def _query_gradient_tiles(
     s_v,
     start,
     stop,
-    o_i,
     first,
     end,
     seq_k,
     scale_log2,
-    seed,
-    bh,
+    of_queries,
+    p_of_keys,
     threshold,
     keep_scale,
     N: tl.constexpr,
@@ -572,13 +575,14 @@ def _query_gradient_tiles(
     MASKED: tl.constexpr,
 ):
     """Lines 11 to 15 of Algorithm 2 for dQ alone, over the keys [start, stop), masked as in the forward kernel."""
+    M: tl.constexpr = b_q.shape[0]
     o_n = tl.arange(0, N)
     for n in tl.range(start, stop, N):
         o_j = n + o_n
         b_k = _load(k, batch, kv_head, s_k, n, seq_k, N, HEAD_DIM, D, MASKED, TMA)
         b_v = _load(v, batch, kv_head, s_v, n, seq_k, N, HEAD_DIM, D, MASKED, TMA)
-        b_s = _dot(b_q, tl.trans(b_k), tl.zeros([o_i.shape[0], N], tl.float32), UPCAST)
-        b_dp = _dot(b_do, tl.trans(b_v), tl.zeros([o_i.shape[0], N], tl.float32), UPCAST)
+        b_s = _dot(b_q, tl.trans(b_k), tl.zeros([M, N], tl.float32), UPCAST)
+        b_dp = _dot(b_do, tl.trans(b_v), tl.zeros([M, N], tl.float32), UPCAST)
         b_p = tl.math.exp2(b_s * scale_log2 - (b_lse * LOG2_E)[:, None])
         if MASKED:
             visible = o_j[None, :] < end[:, None]
@@ -586,7 +590,10 @@ def _query_gradient_tiles(
                 visible = visible & (o_j[None, :] >= first[:, None])
             b_p = tl.where(visible, b_p, 0.0)
         if DROPOUT:
-            b_dp = tl.where(_kept(seed, o_i, n, bh, threshold, N), b_dp * keep_scale, 0.0)
+            of_keys = _random(p_of_keys, o_j, seq_k, MASKED, DROPOUT)
+            b_dp = tl.where(
+                of_queries[:, None] * of_keys[None, :] >= threshold.to(tl.uint32, bitcast=True), b_dp * keep_scale, 0.0
+            )
         b_ds = b_p * (b_dp - b_delta[:, None])
         dq = _dot(_to(b_ds, b_k.dtype, UPCAST), b_k, dq, UPCAST)
     return dq
@@ -601,7 +608,7 @@ def query_gradient_kernel(
     logsumexp,
     delta,
     dq,
-    seed,
+    numbers,
     documents,
     sq_b,
     sq_t,
@@ -654,9 +661,6 @@ def query_gradient_kernel(
     row = tl.cast(bh, tl.int64) * seq_q + i + o_m
     b_lse = tl.load(logsumexp + row, mask=i + o_m < seq_q, other=float("inf"))
     b_delta = tl.load(delta + row, mask=i + o_m < seq_q, other=0.0)
-    b_seed = 0
-    if DROPOUT:
-        b_seed = tl.load(seed)
 
     BANDED: tl.constexpr = WINDOW or DOCUMENTS
     last = tl.minimum(i + M, seq_q) - 1
@@ -665,23 +669,25 @@ def query_gradient_kernel(
     full_start, stop = _keys_of(last, documents, batch, offset, seq_q, seq_k, window, CAUSAL, WINDOW, DOCUMENTS)
     first, end = _keys_of(i + o_m, documents, batch, offset, seq_q, seq_k, window, CAUSAL, WINDOW, DOCUMENTS)
     # fmt: on
+    p_of_queries, p_of_keys = _numbers_of_head(numbers, bh, seq_q, seq_k, DROPOUT)
+    of_queries = _random(p_of_queries, i + o_m, seq_q, True, DROPOUT)
     full, full_start = tl.maximum(full, 0) // N * N, tl.cdiv(tl.maximum(full_start, 0), N) * N
     b_dq = tl.zeros([M, D], tl.float32)
     # fmt: off
     if BANDED:
         b_dq = _query_gradient_tiles(
             b_dq, b_q, b_do, b_lse, b_delta, k, v, batch, kv_head, sk_t, sv_t, tl.maximum(start, 0) // N * N,
-            tl.minimum(full_start, stop), i + o_m, first, end, seq_k, scale * LOG2_E, b_seed, bh, threshold, keep_scale,
-            N, HEAD_DIM, D, BANDED, DROPOUT, UPCAST, TMA, True,
+            tl.minimum(full_start, stop), first, end, seq_k, scale * LOG2_E, of_queries, p_of_keys, threshold,
+            keep_scale, N, HEAD_DIM, D, BANDED, DROPOUT, UPCAST, TMA, True,
         )
     b_dq = _query_gradient_tiles(
         b_dq, b_q, b_do, b_lse, b_delta, k, v, batch, kv_head, sk_t, sv_t, full_start, full,
-        i + o_m, first, end, seq_k, scale * LOG2_E, b_seed, bh, threshold, keep_scale,
+        first, end, seq_k, scale * LOG2_E, of_queries, p_of_keys, threshold, keep_scale,
         N, HEAD_DIM, D, BANDED, DROPOUT, UPCAST, TMA, False,
     )
     b_dq = _query_gradient_tiles(
         b_dq, b_q, b_do, b_lse, b_delta, k, v, batch, kv_head, sk_t, sv_t, tl.maximum(full, full_start), stop,
-        i + o_m, first, end, seq_k, scale * LOG2_E, b_seed, bh, threshold, keep_scale,
+        first, end, seq_k, scale * LOG2_E, of_queries, p_of_keys, threshold, keep_scale,
         N, HEAD_DIM, D, BANDED, DROPOUT, UPCAST, TMA, True,
     )
     # fmt: on

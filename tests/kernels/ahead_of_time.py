@@ -41,7 +41,7 @@ SHAPES = {
     "gfx942": [*COMMON, LARGE, FP32],
 }
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-POINTER_TYPES = {"logsumexp": "*fp32", "delta": "*fp32", "seed": "*i64", "documents": "*i32"}
+POINTER_TYPES = {"logsumexp": "*fp32", "delta": "*fp32", "numbers": "*i32", "documents": "*i32"}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
