@@ -279,13 +279,26 @@ def describe(config: Config, compute: Compute, state: TrainState, tokens: TokenS
     shape, settings = state.model.config, config.train
     attention = config.attention.name + (f" ({config.attention.backend})" if config.attention.name == "sdpa" else "")
     start = f"continuing after step {state.step}" if state.step else "starting"
+    launched = f"flash2 launches {explain_attention(config, compute, shape)}\n" if attention == "flash2" else ""
     return (
         f"GPT-2 of {sum(p.numel() for p in state.model.parameters()) / 1e6:.1f}M parameters: {shape.n_layer} layers, "
         f"width {shape.n_embd}, {shape.n_head} heads, context {shape.context_length}; {attention} attention; "
         f"{compute}\n"
+        f"{launched}"
         f"{tokens.dir}: {len(tokens.train):,} training and {len(tokens.val):,} validation tokens ({tokens.tokenizer})\n"
         f"{start}, to step {settings.max_steps} of {tokens_in_step(settings, shape):,} tokens"
     )
+
+
+def explain_attention(config: Config, compute: Compute, shape: ModelConfig) -> str:
+    """Which kernels flash2 runs here."""
+    if compute.device.type == "cpu":
+        return "its PyTorch definition"
+    from kernels.flash2.launch import arch_of, explain  # needs Triton
+
+    deterministic = config.attention.deterministic or config.train.deterministic
+    where = shape.context_length, arch_of(compute.device)
+    return explain(shape.head_dim, compute.dtype, True, *where, shape.dropout, deterministic)
 
 
 def sample(config: Config, compute: Compute, model: GPT2, tokens: TokenSet) -> str:

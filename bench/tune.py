@@ -20,7 +20,7 @@ import torch
 from bench.accuracy import relative_error
 from bench.cells import HIDDEN, TOKENS
 from bench.timing import Gpu, sampler_of
-from kernels.flash2 import definition, launch
+from kernels.flash2 import definition, dropout, launch
 from kernels.flash2.options import Options
 from kernels.flash2.tiles import LENGTHS, TABLE, Tile, Tiles, length_bucket
 from trainer.flops import attention_flops
@@ -38,6 +38,8 @@ CANDIDATES = {
         *itertools.product((32, 64), (64,), (4,), (1, 2, 3)),
         *itertools.product((32, 64, 128), (128,), (8,), (1, 2, 3)),
         *itertools.product((64, 128), (64,), (8,), (1, 2)),
+        *itertools.product((16,), (64,), (4,), (2, 3)),
+        *itertools.product((16,), (128,), (8,), (2, 3)),
     ],
     "query_gradient": [
         *itertools.product((64,), (32, 64), (4,), (1, 2, 3)),
@@ -45,12 +47,22 @@ CANDIDATES = {
         *itertools.product((64,), (64, 128), (8,), (1, 2)),
     ],
 }
-Job = tuple[str, int, bool, tuple[int, int, int, int]]  # kernel, head_dim, causal, tile
+MASKS = "causal", "full", "dropout"
+Job = tuple[str, int, str, tuple[int, int, int, int]]  # kernel, head_dim, mask, tile
 
 
 def inputs(batch: int, seq_len: int, heads: int, head_dim: int) -> list[torch.Tensor]:
     """Random q, k, v and dout."""
     return list(torch.randn(4, batch, seq_len, heads, head_dim, device="cuda", dtype=torch.bfloat16).unbind())
+
+
+def options_of(mask: str, q: torch.Tensor) -> Options:
+    """What the kernels are told for one of MASKS; dropout is tuned with a causal mask."""
+    batch, seq_len, heads, head_dim = q.shape
+    options = Options(causal=mask != "full", scale=head_dim**-0.5)
+    if mask != "dropout":
+        return options
+    return options._replace(numbers=dropout.draw(batch, heads, seq_len, seq_len, q.device), dropout_p=0.1)
 
 
 def with_tile(kernel: str, tile: tuple) -> Tiles:
@@ -59,10 +71,10 @@ def with_tile(kernel: str, tile: tuple) -> Tiles:
 
 def is_right(job: Job) -> bool:
     """Compiles a candidate and compares what it computes with the definition in fp64; False where it cannot run."""
-    kernel, head_dim, causal, tile = job
+    kernel, head_dim, mask, tile = job
     torch.manual_seed(0)
     q, k, v, dout = inputs(1, 256, 16, head_dim)
-    options = Options(causal=causal, scale=head_dim**-0.5)
+    options = options_of(mask, q)
     try:
         got = run(kernel, with_tile(kernel, tile), q, k, v, dout, options)
     except Exception:  # too much shared memory, or more registers than there are
@@ -88,10 +100,10 @@ def milliseconds(call: Callable[[], object]) -> float:
     return statistics.median(sampler.sample(GPU) for _ in range(7))
 
 
-def best_tile(kernel: str, head_dim: int, causal: bool, seq_len: int, tiles: list[tuple]) -> tuple[tuple, float]:
+def best_tile(kernel: str, head_dim: int, mask: str, seq_len: int, tiles: list[tuple]) -> tuple[tuple, float]:
     """The fastest of the right candidates at one length, and the milliseconds of its pass."""
     q, k, v, dout = inputs(TOKENS // seq_len, seq_len, HIDDEN // head_dim, head_dim)
-    options = Options(causal=causal, scale=head_dim**-0.5)
+    options = options_of(mask, q)
     out, logsumexp = launch.forward(q, k, v, *options, tiles=SAFE)
     times = {}
     for tile in tiles:
@@ -107,27 +119,21 @@ def best_tile(kernel: str, head_dim: int, causal: bool, seq_len: int, tiles: lis
 
 def tune(head_dims: list[int]) -> dict:
     """The table of this architecture: head size -> mask -> length -> tiles of the three kernels."""
-    jobs = [
-        (kernel, d, causal, t)
-        for kernel in KERNELS
-        for d in head_dims
-        for causal in (True, False)
-        for t in CANDIDATES[kernel]
-    ]
+    jobs = [(kernel, d, mask, t) for kernel in KERNELS for d in head_dims for mask in MASKS for t in CANDIDATES[kernel]]
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         right = [job for job, ok in zip(jobs, pool.map(is_right, jobs, chunksize=2), strict=True) if ok]
     print(f"{len(right)} of {len(jobs)} candidates run and are right", flush=True)
     table: dict = {}
-    for head_dim, causal, seq_len in itertools.product(head_dims, (True, False), SEQ_LENS):
+    for head_dim, mask, seq_len in itertools.product(head_dims, MASKS, SEQ_LENS):
         chosen, speeds = [], []
         for kernel in KERNELS:
-            tiles = [t for name, d, c, t in right if (name, d, c) == (kernel, head_dim, causal)]
-            tile, ms = best_tile(kernel, head_dim, causal, seq_len, tiles)
-            shape = TOKENS // seq_len, HIDDEN // head_dim, seq_len, head_dim, causal
+            tiles = [t for name, d, c, t in right if (name, d, c) == (kernel, head_dim, mask)]
+            tile, ms = best_tile(kernel, head_dim, mask, seq_len, tiles)
+            shape = TOKENS // seq_len, HIDDEN // head_dim, seq_len, head_dim, mask != "full"
             pass_ = "forward" if kernel == "forward" else "backward"
             chosen.append(list(tile))
             speeds.append(f"{attention_flops(*shape, pass_=pass_) / ms / 1e9:.0f}")
-        mask, bucket = "causal" if causal else "full", length_bucket(seq_len)
+        bucket = length_bucket(seq_len)
         table.setdefault(str(head_dim), {}).setdefault(mask, {})[bucket] = chosen
         print(f"d{head_dim} {mask} {seq_len}: {chosen} {' / '.join(speeds)} TFLOP/s", flush=True)
     return table

@@ -14,8 +14,8 @@ MASK32 = 0xFFFFFFFF
 
 
 def draw(batch: int, heads: int, seq_q: int, seq_k: int, device: torch.device) -> Tensor:
-    """The numbers of all queries, then of all keys, (B, H, T + S) int32, from torch's generator; odd once | 1."""
-    return torch.randint(-(2**31), 2**31, (batch, heads, seq_q + seq_k), dtype=torch.int32, device=device)
+    """The numbers of all queries, then of all keys, (B, H, T + S) int32, from torch's generator."""
+    return torch.randint(-(2**31), 2**31, (batch, heads, seq_q + seq_k), dtype=torch.int32, device=device) | 1
 
 
 def threshold(dropout_p: float) -> int:
@@ -26,6 +26,6 @@ def threshold(dropout_p: float) -> int:
 
 def keep_mask(numbers: Tensor, seq_q: int, rows: range, cols: range, dropout_p: float) -> Tensor:
     """(B, H, rows, cols) boolean: True where the probability survives; `numbers` as drawn."""
-    of_queries, of_keys = (numbers.long() | 1).tensor_split([seq_q], dim=-1)
+    of_queries, of_keys = numbers.long().tensor_split([seq_q], dim=-1)
     product = of_queries[:, :, rows.start : rows.stop, None] * of_keys[:, :, None, cols.start : cols.stop]
     return (product & MASK32) >= (threshold(dropout_p) & MASK32)

@@ -1,93 +1,90 @@
-"""Launching the Triton kernels of flash2: which tiles, by pointer or by TMA, strides and grids."""
+"""What flash2 launches on a GPU: the warp-specialised kernels of Hopper, or the plain ones with their tiles.
 
+The rule is `is_specialised`; `explain` tells in a line what it gives.
+"""
+
+import logging
 from functools import cache
 
 import torch
 import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.flash2.dropout import threshold
+from kernels.flash2.launcher import arch_of, descriptor, launch, strides, triton_version, uses_tma
 from kernels.flash2.options import Options
 from kernels.flash2.tiles import Tile, Tiles, length_bucket, padded_head_dim, tiles_for
 from kernels.flash2.triton_kernels import delta_kernel, forward_kernel, key_gradient_kernel, query_gradient_kernel
 
+log = logging.getLogger(__name__)
+SPECIALISED_HEAD_DIMS = {"forward": (80, 96, 128), "backward": (64, 80, 96, 128)}
+
+
+def is_specialised(pass_: str, arch: str, head_dim: int, dtype: torch.dtype, options: Options) -> bool:
+    """Whether the warp-specialised kernels of hopper_forward or hopper_backward compute this pass.
+
+    They do on sm_90 under Triton 3.6 or later, for 16-bit inputs of the head sizes at which they were measured to be
+    faster, without window, documents or dropout, where TMA can read the inputs (uses_tma). All else is for the plain
+    kernels, and so is a backward pass that has to be deterministic: the specialised one adds up dQ in the order in
+    which its programs happen to run.
+    """
+    if arch != "sm_90" or triton_version() < (3, 6) or dtype.itemsize != 2:
+        return False
+    plain_options = options.window or options.documents is not None or options.dropout_p
+    return head_dim in SPECIALISED_HEAD_DIMS[pass_] and not plain_options
+
+
+def explain(
+    head_dim: int,
+    dtype: torch.dtype,
+    causal: bool,
+    seq_len: int,
+    arch: str,
+    dropout_p: float = 0.0,
+    deterministic: bool = False,
+) -> str:
+    """One line: what flash2 launches for contiguous inputs of this kind on an architecture."""
+    tiles = tiles_for(arch, head_dim, dtype, causal, length_bucket(seq_len), dropout_p > 0)
+    loads = "TMA" if arch == "sm_90" and dtype != torch.float32 else "pointers"
+    parts = {name: f"{t.m}x{t.n} in {t.warps} warps and {t.stages} stages" for name, t in tiles._asdict().items()}
+    asked = arch, head_dim, dtype, Options(causal=causal, dropout_p=dropout_p)
+    forward = f"forward by plain Triton, {loads}, {parts['forward']}"
+    backward = f"backward by plain Triton, {loads}, {parts['key_gradient']}, {parts['query_gradient']}"
+    if is_specialised("forward", *asked):
+        from kernels.flash2.hopper_forward import CONFIGS
+
+        forward = f"forward by warp-specialised Gluon, {CONFIGS[head_dim, causal]}"
+    if is_specialised("backward", *asked) and not deterministic:
+        from kernels.flash2.hopper_backward import CONFIGS
+
+        backward = f"backward by warp-specialised Gluon, {CONFIGS[head_dim, causal]}"
+    return f"{forward}; {backward}"
+
 
 @cache
-def arch_of(device: torch.device) -> str:
-    """ "sm_90", "gfx942", ...; "cpu" under the interpreter."""
-    if device.type != "cuda":
-        return device.type
-    if torch.version.hip is not None:
-        return torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
-    return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+def _tell(pass_: str, kind: str, head_dim: int, dtype: torch.dtype, arch: str) -> None:
+    """One line of log per kind of kernels, the first time that they run."""
+    log.info("flash2 %s of head_dim %d in %s on %s: %s kernels", pass_, head_dim, dtype, arch, kind)
+
+
+def _runs_specialised(pass_: str, options: Options, *inputs: Tensor) -> bool:
+    """is_specialised and uses_tma for these inputs, the first of which is q."""
+    q = inputs[0]
+    arch = arch_of(q.device)
+    specialised = is_specialised(pass_, arch, q.shape[3], q.dtype, options) and uses_tma(*inputs)
+    _tell(pass_, "warp-specialised Gluon" if specialised else "plain Triton", q.shape[3], q.dtype, arch)
+    return specialised
 
 
 def choose_tiles(q: Tensor, k: Tensor, options: Options) -> Tiles:
     """The table's tiles for these inputs."""
-    return tiles_for(arch_of(q.device), q.shape[3], q.dtype, options.causal, length_bucket(k.shape[1]))
+    kind = options.causal, length_bucket(k.shape[1]), options.dropout_p > 0
+    return tiles_for(arch_of(q.device), q.shape[3], q.dtype, *kind)
 
 
-def explain(head_dim: int, dtype: torch.dtype, causal: bool, seq_len: int, arch: str) -> str:
-    """One line: what flash2 launches for contiguous inputs of this kind on an architecture."""
-    tiles = tiles_for(arch, head_dim, dtype, causal, length_bucket(seq_len))
-    loads = "TMA" if arch == "sm_90" and dtype != torch.float32 else "pointers"
-    parts = [f"{name} {t.m}x{t.n}, {t.warps} warps, {t.stages} stages" for name, t in tiles._asdict().items()]
-    return f"plain Triton, loads by {loads}; {'; '.join(parts)}"
-
-
-def uses_tma(*inputs: Tensor) -> bool:
-    """Whether the kernels read (batch, length, heads, head_dim) inputs through TMA, Hopper's copy engine.
-
-    On sm_90, for 16-bit inputs whose address and strides it takes: multiples of 16 bytes, none of them zero. By pointer
-    otherwise: on architectures where it has not been measured, and for views cut at odd places.
-    """
-    first = inputs[0]
-    if arch_of(first.device) != "sm_90" or not _strides_fit_tma(first.dtype, _strides(*inputs)):
-        return False
-    return all(x.data_ptr() % 16 == 0 for x in inputs)
-
-
-@cache
-def _strides_fit_tma(dtype: torch.dtype, strides: tuple[int, ...]) -> bool:
-    return dtype.itemsize == 2 and all(stride > 0 and stride % 8 == 0 for stride in strides)
-
-
-def _read(x: Tensor, rows: int, tma: bool) -> Tensor | TensorDescriptor:
+def _read(x: Tensor, rows: int, tma: bool):
     """x as a kernel reads it, `rows` of one head at a time."""
-    if not tma:
-        return x
-    # Made without its checks, which take microseconds and find what uses_tma has found.
-    descriptor = TensorDescriptor.__new__(TensorDescriptor)
-    descriptor.base, descriptor.shape, descriptor.strides = x, x.shape, x.stride()
-    descriptor.block_shape = [1, rows, 1, padded_head_dim(x.shape[3])]
-    return descriptor
-
-
-def _strides(*tensors: Tensor) -> tuple[int, ...]:
-    """Batch, row and head strides of (batch, length, heads, head_dim) tensors."""
-    return tuple(stride for x in tensors for stride in x.stride()[:3])
-
-
-_compiled: dict[tuple, object] = {}
-
-
-def _launch(kernel, key: tuple, programs: int, tensors: tuple, numbers: tuple, constants: tuple, tile: Tile) -> None:
-    """kernel[programs](*tensors, *numbers, *constants), with the tile's warps and stages.
-
-    Triton inspects every argument at every call to choose among its compilations of the kernel, which takes longer than
-    launching it. So the choice is kept for arguments of the same `key`, numbers and alignment, on which it depends.
-    """
-    aligned = tuple(x.data_ptr() % 16 == 0 for x in tensors if isinstance(x, Tensor))
-    key = (kernel, key, numbers, constants, tile, aligned)
-    compiled = _compiled.get(key)
-    if compiled is not None:
-        compiled[programs, 1, 1](*tensors, *numbers, *constants)
-        return
-    options = {"num_warps": tile.warps, "num_stages": tile.stages}
-    compiled = kernel[(programs,)](*tensors, *numbers, *constants, **options)
-    if compiled is not None:  # the interpreter compiles nothing
-        _compiled[key] = compiled
+    return descriptor(x, [1, rows, 1, padded_head_dim(x.shape[3])]) if tma else x
 
 
 def _constants(tile: Tile, head_dim: int, options: Options, interpreted: bool, tma: bool) -> tuple:
@@ -106,23 +103,28 @@ def _sizes(q: Tensor, k: Tensor, options: Options) -> tuple:
 def forward(q: Tensor, k: Tensor, v: Tensor, *options, tiles: Tiles | None = None) -> tuple[Tensor, Tensor]:
     """Same contract as definition.forward: O (B, T, H, D) contiguous, logsumexp (B, H, T) fp32.
 
-    `tiles` is for those who tune; the table's by default.
+    `tiles` makes the plain kernels run, with those: for those who tune and compare.
     """
     options = Options(*options)
+    if tiles is None and _runs_specialised("forward", options, q, k, v):
+        from kernels.flash2 import hopper_forward  # Gluon is there by the rule
+
+        return hopper_forward.forward(q, k, v, options.causal, options.scale)
     batch, seq_q, heads, head_dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     logsumexp = torch.empty((batch, heads, seq_q), dtype=torch.float32, device=q.device)
     tile, tma = (tiles or choose_tiles(q, k, options)).forward, uses_tma(q, k, v)
     reads = _read(q, tile.m, tma), _read(k, tile.n, tma), _read(v, tile.n, tma)
     with torch.cuda.device_of(q):
-        _launch(
+        launch(
             forward_kernel,
             (q.dtype, q.device),
             batch * heads * triton.cdiv(seq_q, tile.m),
             (*reads, out, logsumexp, options.numbers, options.documents),
-            (*_strides(q, k, v, out), *_sizes(q, k, options)),
+            (*strides(q, k, v, out), *_sizes(q, k, options)),
             _constants(tile, head_dim, options, not q.is_cuda, tma),
-            tile,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
         )
     return out, logsumexp
 
@@ -146,30 +148,34 @@ def backward_packed(dout: Tensor, qkv: Tensor, *args) -> Tensor:
 def _backward_into(
     dq, dk, dv, dout, q, k, v, out, logsumexp, dlogsumexp, deterministic, *options, tiles: Tiles | None = None
 ) -> None:
-    """Three launches, no atomics, hence deterministic. dk and dv share their strides."""
+    """Three launches. dk and dv share their strides. The plain kernels use no atomics and are deterministic."""
     options = Options(*options)
+    if tiles is None and not deterministic and _runs_specialised("backward", options, q, k, v, dout, dk, dv):
+        from kernels.flash2 import hopper_backward  # Gluon is there by the rule
+
+        arguments = dq, dk, dv, dout, q, k, v, out, logsumexp, dlogsumexp, options.causal, options.scale
+        return hopper_backward.backward_into(*arguments)
     (batch, seq_q, heads, head_dim), (seq_k, kv_heads) = q.shape, k.shape[1:3]
     tiles, tma = tiles or choose_tiles(q, k, options), uses_tma(q, k, v, dout)
     delta = torch.empty_like(logsumexp)
-    key, strides, sizes = (q.dtype, q.device), _strides(q, k, v, dout), _sizes(q, k, options)
+    key, read_strides, sizes = (q.dtype, q.device), strides(q, k, v, dout), _sizes(q, k, options)
 
-    def launch(kernel, tile: Tile, programs: int, outputs: tuple, *extra_constants) -> None:
+    def run(kernel, tile: Tile, programs: int, outputs: tuple, *extra_constants) -> None:
         reads = _read(q, tile.m, tma), _read(k, tile.n, tma), _read(v, tile.n, tma), _read(dout, tile.m, tma)
-        constants = _constants(tile, head_dim, options, not q.is_cuda, tma)
-        _launch(
-            *(kernel, key, programs, (*reads, logsumexp, delta, *outputs, options.numbers, options.documents)),
-            *((*strides, *_strides(outputs[0]), *sizes), (*constants, *extra_constants), tile),
-        )
+        tensors = *reads, logsumexp, delta, *outputs, options.numbers, options.documents
+        numbers = *read_strides, *strides(outputs[0]), *sizes
+        constants = *_constants(tile, head_dim, options, not q.is_cuda, tma), *extra_constants
+        launch(kernel, key, programs, tensors, numbers, constants, num_warps=tile.warps, num_stages=tile.stages)
 
     with torch.cuda.device_of(q):
-        rows = Tile(64, 64, 4, 1)
-        constants = rows.m, head_dim, padded_head_dim(head_dim), dlogsumexp is not None
-        programs = batch * heads * triton.cdiv(seq_q, rows.m)
-        tensors = out, dout, dlogsumexp, delta
-        _launch(delta_kernel, key, programs, tensors, (*_strides(out, dout), heads, seq_q), constants, rows)
+        rows = 64
+        constants = rows, head_dim, padded_head_dim(head_dim), dlogsumexp is not None
+        numbers = *strides(out, dout), heads, seq_q, 1 - options.dropout_p
+        programs = batch * heads * triton.cdiv(seq_q, rows)
+        launch(delta_kernel, key, programs, (out, dout, dlogsumexp, delta), numbers, constants, num_warps=4)
         tile = tiles.key_gradient
         programs = batch * kv_heads * triton.cdiv(seq_k, tile.n)
-        launch(key_gradient_kernel, tile, programs, (dk, dv), seq_q % tile.m != 0)
+        run(key_gradient_kernel, tile, programs, (dk, dv), seq_q % tile.m != 0)
         tile = tiles.query_gradient
         programs = batch * heads * triton.cdiv(seq_q, tile.m)
-        launch(query_gradient_kernel, tile, programs, (dq,))
+        run(query_gradient_kernel, tile, programs, (dq,))

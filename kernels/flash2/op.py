@@ -11,6 +11,7 @@ from kernels.flash2 import definition, dropout
 from kernels.flash2.options import Options, document_bounds
 
 _library = torch.library.Library("flash2", "DEF")
+DTYPES = torch.bfloat16, torch.float16, torch.float32
 _OPTIONS = "Tensor? numbers, Tensor? documents, bool causal, int window, float scale, float dropout_p"
 _SAVED = f"Tensor out, Tensor logsumexp, Tensor? dlogsumexp, bool deterministic, {_OPTIONS}"
 _library.define(f"forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)")
@@ -194,24 +195,26 @@ def _check_mask(q: Tensor, k: Tensor, causal: bool, window: int | None, cu_seqle
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, scale: float, dropout_p: float) -> None:
-    if not q.ndim == k.ndim == v.ndim == 4:
+    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
+    if not len(q_shape) == len(k_shape) == len(v_shape) == 4:
         raise ValueError(f"flash2 takes (batch, seq, heads, head_dim) tensors, not {q.ndim}, {k.ndim}, {v.ndim}-D ones")
-    if k.shape != v.shape or (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]) or q.shape[2] % k.shape[2]:
+    (batch, seq_q, heads, head_dim), (k_batch, seq_k, kv_heads, k_head_dim) = q_shape, k_shape
+    if not (batch and seq_q and heads and seq_k and kv_heads):
+        raise ValueError(f"flash2 needs at least one query and one key; got q {tuple(q_shape)}, k {tuple(k_shape)}")
+    if k_shape != v_shape or batch != k_batch or head_dim != k_head_dim or heads % kv_heads:
         raise ValueError(
             "flash2 needs k and v of one shape, batch and head_dim as in q, and heads a multiple of kv_heads; "
-            f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+            f"got q {tuple(q_shape)}, k {tuple(k_shape)}, v {tuple(v_shape)}"
         )
-    if 0 in q.shape or 0 in k.shape:
-        raise ValueError(f"flash2 needs at least one query and one key; got q {tuple(q.shape)}, k {tuple(k.shape)}")
-    if not 16 <= q.shape[3] <= 256:
-        raise ValueError(f"flash2 takes head sizes from 16 to 256, not {q.shape[3]}; use attention=sdpa")
-    if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
-        raise ValueError(f"q, k and v must share dtype and device; got {q.dtype}, {k.dtype}, {v.dtype} on {q.device}")
-    if q.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"flash2 runs on cuda (NVIDIA or ROCm) and cpu, not on {q.device.type}; use attention=sdpa")
-    dtypes = (torch.float32, torch.float16, torch.bfloat16) + ((torch.float64,) if q.device.type == "cpu" else ())
-    if q.dtype not in dtypes:
-        raise ValueError(f"flash2 takes float32, float16 or bfloat16 on {q.device.type}, not {q.dtype}")
+    if not 16 <= head_dim <= 256:
+        raise ValueError(f"flash2 takes head sizes from 16 to 256, not {head_dim}; use attention=sdpa")
+    dtype, device = q.dtype, q.device
+    if not (dtype == k.dtype == v.dtype and device == k.device == v.device):
+        raise ValueError(f"q, k and v must share dtype and device; got {dtype}, {k.dtype}, {v.dtype} on {device}")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"flash2 runs on cuda (NVIDIA or ROCm) and cpu, not on {device.type}; use attention=sdpa")
+    if dtype not in DTYPES and (dtype, device.type) != (torch.float64, "cpu"):
+        raise ValueError(f"flash2 takes float32, float16 or bfloat16 on {device.type}, not {dtype}")
     if not scale > 0:
         raise ValueError(f"flash2 needs a positive scale, not {scale}: it scales the row maximum as it finds it")
     if not 0 <= dropout_p < 1:

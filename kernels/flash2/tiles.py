@@ -1,8 +1,8 @@
 """Tile sizes, warps and stages of flash2's kernels: one shipped table, tiles.json, and the rule that reads it.
 
-The table is keyed by architecture, padded head size, mask and length, and made by `python -m bench.tune`. What it lacks
-takes the conservative tiles of "any", which fit 96 KiB of shared memory (64 KiB on AMD, whose loads are not pipelined
-as deep).
+The table is keyed by architecture, padded head size, mask (or dropout) and length, and made by `python -m bench.tune`.
+What it lacks takes the conservative tiles of "any", which fit 96 KiB of shared memory (64 KiB on AMD, whose loads are
+not pipelined as deep).
 """
 
 import json
@@ -52,11 +52,14 @@ def read_table() -> dict:
 
 
 @cache
-def tiles_for(arch: str, head_dim: int, dtype: torch.dtype, causal: bool, bucket: str) -> Tiles:
-    """The tiles for an architecture ("sm_90", "gfx942"), a head size from 16 to 256, a dtype, a mask and a length."""
+def tiles_for(arch: str, head_dim: int, dtype: torch.dtype, causal: bool, bucket: str, dropout: bool = False) -> Tiles:
+    """The tiles for an architecture ("sm_90", "gfx942"), a head size from 16 to 256, a dtype, a mask and a length.
+
+    Dropout, which needs more registers, has tiles of its own, tuned with a causal mask.
+    """
     if dtype == torch.float32:
         return FP32_TILES
     table, size = read_table(), str(padded_head_dim(head_dim))
-    mask = "causal" if causal else "full"
+    mask = "dropout" if dropout else "causal" if causal else "full"
     tuned = table.get(arch, {}).get(size, {}).get(mask, {}).get(bucket)
     return Tiles(*(Tile(*tile) for tile in tuned or table["any"][size]))

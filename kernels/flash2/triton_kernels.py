@@ -147,7 +147,7 @@ def _queries_of(
 
 @triton.jit
 def _numbers_of_head(numbers, bh, seq_q, seq_k, DROPOUT: tl.constexpr):
-    """Pointers to dropout's random numbers of one head's queries and of its keys; without dropout, nothing of use."""
+    """Pointers to the random numbers of one head's queries and keys: see dropout.py. Nothing of use without dropout."""
     if DROPOUT:
         p_of_queries = numbers + tl.cast(bh, tl.int64) * (seq_q + seq_k)
         return p_of_queries, p_of_queries + seq_q
@@ -157,11 +157,11 @@ def _numbers_of_head(numbers, bh, seq_q, seq_k, DROPOUT: tl.constexpr):
 
 @triton.jit
 def _random(p_numbers, o_rows, length, BOUNDED: tl.constexpr, DROPOUT: tl.constexpr):
-    """Some of those numbers, made odd: see dropout.py."""
+    """Some of those numbers."""
     if DROPOUT and BOUNDED:
-        return tl.load(p_numbers + o_rows, mask=o_rows < length, other=0).to(tl.uint32, bitcast=True) | 1
+        return tl.load(p_numbers + o_rows, mask=o_rows < length, other=0).to(tl.uint32, bitcast=True)
     elif DROPOUT:
-        return tl.load(p_numbers + o_rows).to(tl.uint32, bitcast=True) | 1
+        return tl.load(p_numbers + o_rows).to(tl.uint32, bitcast=True)
     else:
         return o_rows
 
@@ -338,6 +338,7 @@ def delta_kernel(
     sdo_h,
     heads,
     seq_q,
+    keep,
     M: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     D: tl.constexpr,
@@ -345,7 +346,8 @@ def delta_kernel(
 ):
     """Line 4 of Algorithm 2: delta = rowsum(dO o O), (B, heads, seq_q) fp32. Grid: B * heads * cdiv(seq_q, M).
 
-    Where the LOGSUMEXP has a gradient too, shaped like delta, it is taken off: dS = P o (dP - delta + dL).
+    Where the LOGSUMEXP has a gradient too, shaped like delta, it is taken off: dS = P o (dP - delta + dL). In dropout
+    dP is Z o dP / keep, Z being 0 or 1; delta is stored times `keep`, so that the others divide by it once, at the end.
     """
     tiles = tl.cdiv(seq_q, M)
     bh = tl.program_id(0) // tiles
@@ -359,7 +361,7 @@ def delta_kernel(
     row = tl.cast(bh, tl.int64) * seq_q + i + o_m
     if LOGSUMEXP:
         b_delta -= tl.load(dlogsumexp + row, mask=i + o_m < seq_q, other=0.0)
-    tl.store(delta + row, b_delta, mask=i + o_m < seq_q)
+    tl.store(delta + row, b_delta * keep, mask=i + o_m < seq_q)
 
 
 @triton.jit
@@ -385,7 +387,6 @@ def _key_gradient_tiles(
     of_keys,
     p_of_queries,
     threshold,
-    keep_scale,
     M: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     D: tl.constexpr,
@@ -427,7 +428,7 @@ def _key_gradient_tiles(
             of_queries = _random(p_of_queries, o_i, seq_q, BOUNDED, DROPOUT)
             kept = of_keys[:, None] * of_queries[None, :] >= threshold.to(tl.uint32, bitcast=True)
             b_pt_kept = tl.where(kept, b_pt, 0.0)
-            b_dpt = tl.where(kept, b_dpt * keep_scale, 0.0)
+            b_dpt = tl.where(kept, b_dpt, 0.0)
         dv = _dot(_to(b_pt_kept, b_do.dtype, UPCAST), b_do, dv, UPCAST)
         b_dst = b_pt * (b_dpt - b_delta[None, :])
         dk = _dot(_to(b_dst, b_q.dtype, UPCAST), b_q, dk, UPCAST)
@@ -524,21 +525,23 @@ def key_gradient_kernel(
             b_dk, b_dv = _key_gradient_tiles(
                 b_dk, b_dv, b_k, b_v, q_head, do_head, p_lse, p_delta, batch, head, sq_t, sdo_t,
                 start, tl.minimum(full_start, stop), first, end, seq_q, scale * LOG2_E, of_keys, p_of_queries,
-                threshold, keep_scale, M, HEAD_DIM, D, BANDED, DROPOUT, UPCAST, TMA, BOUNDED, True,
+                threshold, M, HEAD_DIM, D, BANDED, DROPOUT, UPCAST, TMA, BOUNDED, True,
             )
         b_dk, b_dv = _key_gradient_tiles(
             b_dk, b_dv, b_k, b_v, q_head, do_head, p_lse, p_delta, batch, head, sq_t, sdo_t,
             full_start, full, first, end, seq_q, scale * LOG2_E, of_keys, p_of_queries, threshold,
-            keep_scale, M, HEAD_DIM, D, BANDED, DROPOUT, UPCAST, TMA, BOUNDED, False,
+            M, HEAD_DIM, D, BANDED, DROPOUT, UPCAST, TMA, BOUNDED, False,
         )
         if BANDED:
             b_dk, b_dv = _key_gradient_tiles(
                 b_dk, b_dv, b_k, b_v, q_head, do_head, p_lse, p_delta, batch, head, sq_t, sdo_t,
                 tl.maximum(full, full_start), stop, first, end, seq_q, scale * LOG2_E, of_keys, p_of_queries, threshold,
-                keep_scale, M, HEAD_DIM, D, BANDED, DROPOUT, UPCAST, TMA, BOUNDED, True,
+                M, HEAD_DIM, D, BANDED, DROPOUT, UPCAST, TMA, BOUNDED, True,
             )
         # fmt: on
-    _store(_head(dk, batch, kv_head, sdk_b, sdk_h), sdk_t, j, seq_k, o_n, b_dk * scale, HEAD_DIM, D, UPCAST)
+    _store(
+        _head(dk, batch, kv_head, sdk_b, sdk_h), sdk_t, j, seq_k, o_n, b_dk * (scale * keep_scale), HEAD_DIM, D, UPCAST
+    )
     _store(_head(dv, batch, kv_head, sdk_b, sdk_h), sdk_t, j, seq_k, o_n, b_dv * keep_scale, HEAD_DIM, D, UPCAST)
 
 
@@ -564,7 +567,6 @@ def _query_gradient_tiles(
     of_queries,
     p_of_keys,
     threshold,
-    keep_scale,
     N: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     D: tl.constexpr,
@@ -591,9 +593,8 @@ def _query_gradient_tiles(
             b_p = tl.where(visible, b_p, 0.0)
         if DROPOUT:
             of_keys = _random(p_of_keys, o_j, seq_k, MASKED, DROPOUT)
-            b_dp = tl.where(
-                of_queries[:, None] * of_keys[None, :] >= threshold.to(tl.uint32, bitcast=True), b_dp * keep_scale, 0.0
-            )
+            kept = of_queries[:, None] * of_keys[None, :] >= threshold.to(tl.uint32, bitcast=True)
+            b_dp = tl.where(kept, b_dp, 0.0)
         b_ds = b_p * (b_dp - b_delta[:, None])
         dq = _dot(_to(b_ds, b_k.dtype, UPCAST), b_k, dq, UPCAST)
     return dq
@@ -678,17 +679,17 @@ def query_gradient_kernel(
         b_dq = _query_gradient_tiles(
             b_dq, b_q, b_do, b_lse, b_delta, k, v, batch, kv_head, sk_t, sv_t, tl.maximum(start, 0) // N * N,
             tl.minimum(full_start, stop), first, end, seq_k, scale * LOG2_E, of_queries, p_of_keys, threshold,
-            keep_scale, N, HEAD_DIM, D, BANDED, DROPOUT, UPCAST, TMA, True,
+            N, HEAD_DIM, D, BANDED, DROPOUT, UPCAST, TMA, True,
         )
     b_dq = _query_gradient_tiles(
         b_dq, b_q, b_do, b_lse, b_delta, k, v, batch, kv_head, sk_t, sv_t, full_start, full,
-        first, end, seq_k, scale * LOG2_E, of_queries, p_of_keys, threshold, keep_scale,
+        first, end, seq_k, scale * LOG2_E, of_queries, p_of_keys, threshold,
         N, HEAD_DIM, D, BANDED, DROPOUT, UPCAST, TMA, False,
     )
     b_dq = _query_gradient_tiles(
         b_dq, b_q, b_do, b_lse, b_delta, k, v, batch, kv_head, sk_t, sv_t, tl.maximum(full, full_start), stop,
-        first, end, seq_k, scale * LOG2_E, of_queries, p_of_keys, threshold, keep_scale,
+        first, end, seq_k, scale * LOG2_E, of_queries, p_of_keys, threshold,
         N, HEAD_DIM, D, BANDED, DROPOUT, UPCAST, TMA, True,
     )
     # fmt: on
-    _store(_head(dq, batch, head, sdq_b, sdq_h), sdq_t, i, seq_q, o_m, b_dq * scale, HEAD_DIM, D, UPCAST)
+    _store(_head(dq, batch, head, sdq_b, sdq_h), sdq_t, i, seq_q, o_m, b_dq * (scale * keep_scale), HEAD_DIM, D, UPCAST)

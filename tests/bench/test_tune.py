@@ -35,7 +35,7 @@ def test_without_a_gpu_tune_refuses_in_one_sentence(monkeypatch, tmp_path):
 def test_what_tune_writes_is_what_the_kernels_launch():
     table = json.loads(TABLE.read_text())
     tuned = [
-        (arch, int(head_dim), mask == "causal", bucket, tiles)
+        (arch, int(head_dim), mask, bucket, tiles)
         for arch, sizes in table.items()
         if arch != "any"
         for head_dim, masks in sizes.items()
@@ -43,9 +43,10 @@ def test_what_tune_writes_is_what_the_kernels_launch():
         for bucket, tiles in buckets.items()
     ]
     assert tuned
-    for arch, head_dim, causal, bucket, tiles in tuned:
+    for arch, head_dim, mask, bucket, tiles in tuned:
         expected = Tiles(*(Tile(*tile) for tile in tiles))
-        assert tiles_for(arch, head_dim, torch.bfloat16, causal, bucket) == expected
+        kind = mask != "full", bucket, mask == "dropout"
+        assert tiles_for(arch, head_dim, torch.bfloat16, *kind) == expected
 
 
 def test_an_architecture_that_nobody_tuned_gets_the_tiles_of_any():
@@ -58,4 +59,4 @@ def test_an_architecture_that_nobody_tuned_gets_the_tiles_of_any():
 @pytest.mark.gpu
 def test_the_conservative_tiles_are_right_on_this_gpu():
     for kernel, tile in zip(tune.KERNELS, tune.SAFE, strict=True):
-        assert tune.is_right((kernel, 64, True, tuple(tile)))
+        assert tune.is_right((kernel, 64, "causal", tuple(tile)))

@@ -3,6 +3,7 @@
 Run in a process of its own, in which Triton does not interpret: python -m tests.kernels.ahead_of_time
 """
 
+import itertools
 import json
 import re
 import subprocess
@@ -15,8 +16,9 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
-from kernels.flash2 import launch, triton_kernels
+from kernels.flash2 import hopper_backward, hopper_forward, launch, triton_kernels
 from kernels.flash2.options import Options
 from kernels.flash2.tiles import read_table, tiles_for
 
@@ -42,7 +44,7 @@ SHAPES = {
 }
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 POINTER_TYPES = {"logsumexp": "*fp32", "delta": "*fp32", "numbers": "*i32", "documents": "*i32"}
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def signature(kernel, constants: dict, dtype: str) -> dict[str, str]:
@@ -79,7 +81,7 @@ def compile_kernel(kernel, constants: dict, tile, dtype: str, target: GPUTarget)
 
 def variants(target: str, head_dim: int, dtype: str, causal: bool, dropout: bool, bucket: str = "long"):
     """(name, kernel, constants, tile) of every launch at one head size."""
-    tiles = tiles_for(target, head_dim, DTYPES[dtype], causal, bucket)
+    tiles = tiles_for(target, head_dim, DTYPES[dtype], causal, bucket, dropout)
     tma = target == "sm_90" and dtype != "fp32"
     for name, tile in tiles._asdict().items():
         kernel = getattr(triton_kernels, f"{name}_kernel")
@@ -118,10 +120,32 @@ def compile_shape(job: tuple) -> list[dict]:
     return rows
 
 
+def compile_specialised(job: tuple) -> list[dict]:
+    """The warp-specialised kernel of Hopper for one pass, as shipped."""
+    pass_, head_dim, causal, dtype = job
+    module = {"forward": hopper_forward, "backward": hopper_backward}[pass_]
+    kernel = {"forward": hopper_forward.forward_kernel, "backward": hopper_backward.main_kernel}[pass_]
+    signature, constants, options = module.compilation(head_dim, DTYPES[dtype], causal)
+    pointers = [i for i, kind in enumerate(signature.values()) if kind.startswith("*")]
+    aligned = {(i,): [["tt.divisibility", 16]] for i in pointers}
+    source = GluonASTSource(kernel, signature, constants, aligned)
+    compiled = triton.compile(source, target=TARGETS["sm_90"], options=options)
+    row = {"target": "sm_90", "specialised": job, "bytes": len(compiled.asm["cubin"])}
+    return [{**row, "shared": compiled.metadata.shared, **assembler_report(compiled)}]
+
+
+def specialised() -> list[tuple]:
+    """Jobs for every configuration of the warp-specialised kernels, and one in fp16."""
+    sizes = [
+        (p, d, causal, "bf16") for p, ds in launch.SPECIALISED_HEAD_DIMS.items() for d in ds for causal in (True, False)
+    ]
+    return [*sizes, ("forward", 128, True, "fp16"), ("backward", 128, True, "fp16")]
+
+
 def tuned() -> list[tuple]:
     """Jobs for every entry of the table that was tuned on sm_90."""
     return [
-        ("sm_90", int(size), "bf16", mask == "causal", False, bucket)
+        ("sm_90", int(size), "bf16", mask != "full", mask == "dropout", bucket)
         for size, masks in read_table()["sm_90"].items()
         for mask, buckets in masks.items()
         for bucket in buckets
@@ -131,7 +155,7 @@ def tuned() -> list[tuple]:
 def main() -> None:
     jobs = [(target, *shape) for target in TARGETS for shape in SHAPES[target]] + tuned()
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        for rows in pool.map(compile_shape, jobs):
+        for rows in itertools.chain(pool.map(compile_specialised, specialised()), pool.map(compile_shape, jobs)):
             for row in rows:
                 print(json.dumps(row), flush=True)
 

@@ -323,9 +323,10 @@ def test_pointers_survive_more_than_two_to_the_31_elements():
     q, k, v = (packed[:, :, i * heads : i * heads + 1] for i in range(3))
     small = [x.contiguous() for x in (q, k, v)]
     dout = torch.randn_like(small[0])
-    attend = lambda q, k, v: flash2(q, k, v, causal=True)  # noqa: E731
-    for far, near in zip(outcome(attend, q, k, v, dout), outcome(attend, *small, dout), strict=True):
-        assert torch.equal(far, near)
+    for deterministic in (True, False):
+        attend = lambda q, k, v: flash2(q, k, v, causal=True, deterministic=deterministic)  # noqa: B023, E731
+        for far, near in zip(outcome(attend, q, k, v, dout), outcome(attend, *small, dout), strict=True):
+            assert torch.equal(far, near) if deterministic else (far - near).norm() < 1e-3 * near.norm()
 
 
 @pytest.mark.parametrize(

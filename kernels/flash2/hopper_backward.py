@@ -1,0 +1,572 @@
+"""The backward of attention on Hopper in Gluon, warp-specialised, with dQ fused: five products a tile, not seven.
+
+The scheme is FlashAttention-3's (Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and
+Low-precision", 2024, section 3.1 and appendix B.2). Three launches: delta_kernel prepares the statistics and zeroes an
+fp32 accumulator of dQ; main_kernel computes dK and dV, a program owning N keys of one key/value head, and adds what its
+keys give to dQ to the accumulator; finish_kernel rounds the accumulator to dQ. In the main kernel one warp loads tiles
+by TMA, one sends tiles of dQ off by TMA's reduce-add, and the other warps compute. Additions to dQ come in no fixed
+order, so dQ may differ in its last bits from call to call; dK and dV do not.
+
+M rows of a query tile, N rows of a key tile. Columns come in a part 0 and a part 1, 64 + 16 for heads of 80, so that
+no product is padded; part 1 is empty for 64 and 128. Suffixes: _t transposed, [N, M]; _s in shared memory; 16 rounded
+to the inputs' dtype. Statistics of a query are its logsumexp in base 2, and delta = rowsum(dO o O).
+"""
+
+import itertools
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime.jit import mangle_type
+
+from kernels.flash2.launcher import descriptor, launch, strides
+
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # Triton 3.6's name, then 3.7's
+
+
+@builtin
+def _tma_add(tensor_desc, coord, src, _semantic=None):
+    """Adds a tile of shared memory to global memory by TMA: an instruction Gluon had no function for before 3.8."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    add = ir.DESCRIPTOR_REDUCE_KIND.ADD
+    _semantic.builder.create_async_tma_reduce(add, tensor_desc.handle, coord, src.handle)
+
+
+@triton.jit
+def _rows(x, batch, head, o_m, s_batch, s_row, s_head):
+    """Pointers to the rows o_m of one head, [M, 1]; strides are multiples of 16 bytes, as TMA asks."""
+    head_start = tl.cast(batch, tl.int64) * s_batch + tl.cast(head, tl.int64) * s_head
+    return x + tl.multiple_of(head_start, 8) + tl.multiple_of(tl.cast(o_m, tl.int64) * s_row, 8)[:, None]
+
+
+@triton.jit(do_not_specialize=["so_b", "so_t", "so_h", "sdo_b", "sdo_t", "sdo_h", "heads", "seq_q"])
+def delta_kernel(
+    out,
+    dout,
+    logsumexp,
+    dlogsumexp,
+    stats,
+    accumulator,
+    so_b,
+    so_t,
+    so_h,
+    sdo_b,
+    sdo_t,
+    sdo_h,
+    heads,
+    seq_q,
+    M: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D: tl.constexpr,
+    LOGSUMEXP: tl.constexpr,
+):
+    """The statistics of a tile of M queries, stats (B * heads * tiles * 2, M) fp32, and zeros for their dQ.
+
+    Queries past seq_q, and those that see no key, get a logsumexp of +inf, so that their P is zero. Where the LOGSUMEXP
+    has a gradient too, it comes off delta, as in the plain kernels.
+    Grid: B * heads * cdiv(seq_q, M).
+    """
+    tiles = tl.cdiv(seq_q, M)
+    tile = tl.program_id(0)
+    bh = tile // tiles
+    batch, head = bh // heads, bh % heads
+    o_m, o_d = tile % tiles * M + tl.arange(0, M), tl.arange(0, D)
+    mask = (o_m < seq_q)[:, None] & (o_d < HEAD_DIM)[None, :]
+    b_out = tl.load(_rows(out, batch, head, o_m, so_b, so_t, so_h) + o_d[None, :], mask=mask, other=0.0)
+    b_dout = tl.load(_rows(dout, batch, head, o_m, sdo_b, sdo_t, sdo_h) + o_d[None, :], mask=mask, other=0.0)
+    delta = tl.sum(b_out.to(tl.float32) * b_dout.to(tl.float32), 1)
+    row = tl.cast(bh, tl.int64) * seq_q + o_m
+    if LOGSUMEXP:
+        delta -= tl.load(dlogsumexp + row, mask=o_m < seq_q, other=0.0)
+    lse = tl.load(logsumexp + row, mask=o_m < seq_q, other=float("inf"))
+    lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
+    p_stats = stats + tl.cast(tile, tl.int64) * (2 * M) + tl.arange(0, M)
+    tl.store(p_stats, lse)
+    tl.store(p_stats + M, delta)
+    p_zeros = accumulator + tl.cast(tile, tl.int64) * (M * HEAD_DIM) + tl.arange(0, 1024)
+    for chunk in tl.static_range(M * HEAD_DIM // 1024):
+        tl.store(p_zeros + chunk * 1024, tl.zeros([1024], tl.float32))
+
+
+@gluon.jit
+def _in_register_order(x, M: gl.constexpr, D: gl.constexpr, WARPS_M: gl.constexpr, WARPS_N: gl.constexpr):
+    """x [M, D] as [M * D] in the order of the registers that hold it: four floats a thread, 32 threads, the warps.
+
+    Stores of it are wide and free of bank conflicts, and how the accumulator is laid out only finish_kernel need know.
+    """
+    x = x.reshape([M // (16 * WARPS_M), WARPS_M, 2, 8, WARPS_N, D // WARPS_N // 8, 4, 2])
+    x = x.permute([0, 5, 4, 1, 3, 6, 2, 7]).reshape([M * D])
+    return gl.convert_layout(x, gl.BlockedLayout([4], [32], [WARPS_M * WARPS_N], [0]), assert_trivial=True)
+
+
+@triton.jit
+def _finish_part(
+    p_part, p_dq, visible, scale, M: tl.constexpr, D: tl.constexpr, WARPS_M: tl.constexpr, WARPS_N: tl.constexpr
+):
+    """Undoes _in_register_order for D columns of M rows."""
+    x = tl.load(p_part + tl.arange(0, M * D)) * scale
+    x = tl.reshape(x, [M // (16 * WARPS_M), D // WARPS_N // 8, WARPS_N, WARPS_M, 8, 4, 2, 2])
+    x = tl.reshape(tl.permute(x, [0, 3, 6, 4, 2, 1, 5, 7]), [M, D])
+    tl.store(p_dq + tl.arange(0, D)[None, :], x.to(p_dq.dtype.element_ty), mask=visible[:, None])
+
+
+@triton.jit(do_not_specialize=["sdq_b", "sdq_t", "sdq_h", "heads", "seq_q"])
+def finish_kernel(
+    accumulator,
+    dq,
+    sdq_b,
+    sdq_t,
+    sdq_h,
+    heads,
+    seq_q,
+    scale,
+    M: tl.constexpr,
+    D0: tl.constexpr,
+    D1: tl.constexpr,
+    WARPS_M: tl.constexpr,
+    WARPS_N: tl.constexpr,
+):
+    """dQ from its accumulator, scaled and rounded. Grid: B * heads * cdiv(seq_q, M)."""
+    tiles = tl.cdiv(seq_q, M)
+    tile = tl.program_id(0)
+    bh = tile // tiles
+    o_m = tile % tiles * M + tl.arange(0, M)
+    p_dq = _rows(dq, bh // heads, bh % heads, o_m, sdq_b, sdq_t, sdq_h)
+    p_tile = accumulator + tl.cast(tile, tl.int64) * (M * (D0 + D1))
+    _finish_part(p_tile, p_dq, o_m < seq_q, scale, M, D0, WARPS_M, WARPS_N)
+    if D1:
+        _finish_part(p_tile + M * D0, p_dq + D0, o_m < seq_q, scale, M, D1, WARPS_M, WARPS_N)
+
+
+@gluon.jit
+def _load(x0, x1, x0_s, x1_s, bar, batch, row, head, BYTES: gl.constexpr, D1: gl.constexpr):
+    """One tile of x (B, length, heads, D0 + D1) by TMA; BYTES counts all that the barrier is to wait for."""
+    mbarrier.expect(bar, BYTES)
+    tma.async_copy_global_to_shared(x0, [batch, row, head, 0], bar, x0_s)
+    if D1:
+        tma.async_copy_global_to_shared(x1, [batch, row, head, 64], bar, x1_s)
+
+
+@gluon.jit
+def _producer(
+    inputs, stats, buffers, stats_s, bars, batch, kv_head, j, heads, groups, tiles, first, n, total, D1: gl.constexpr
+):
+    """One warp: K and V once, then Q, its statistics and dO through rings of tiles."""
+    q0, q1, k0, k1, v0, v1, do0, do1 = inputs
+    q0_s, q1_s, k0_s, k1_s, v0_s, v1_s, do0_s, do1_s = buffers
+    k_full, q_full, q_empty, do_full, do_empty, _ = bars
+    M: gl.constexpr = q0.block_type.shape[1]
+    QS: gl.constexpr = q0_s.shape[0]
+    OS: gl.constexpr = do0_s.shape[0]
+    K_BYTES: gl.constexpr = k0.block_type.nbytes + (k1.block_type.nbytes if D1 else 0)
+    Q_BYTES: gl.constexpr = q0.block_type.nbytes + (q1.block_type.nbytes if D1 else 0)
+    _load(k0, k1, k0_s, k1_s, k_full.index(0), batch, j, kv_head, K_BYTES, D1)
+    for t in range(total):
+        g = t // n
+        m = first + t - g * n
+        head = kv_head * groups + g
+        row = 2 * ((batch * heads + head) * tiles + m)
+        s, o = t % QS, t % OS
+        bar = q_full.index(s)
+        mbarrier.wait(q_empty.index(s), (t // QS & 1) ^ 1)
+        _load(q0, q1, q0_s.index(s), q1_s.index(s), bar, batch, m * M, head, Q_BYTES + 2 * stats.block_type.nbytes, D1)
+        tma.async_copy_global_to_shared(stats, [row, 0], bar, stats_s.index(2 * s))
+        tma.async_copy_global_to_shared(stats, [row + 1, 0], bar, stats_s.index(2 * s + 1))
+        if t == 0:  # S needs K and Q first
+            _load(v0, v1, v0_s, v1_s, k_full.index(1), batch, j, kv_head, K_BYTES, D1)
+        mbarrier.wait(do_empty.index(o), (t // OS & 1) ^ 1)
+        _load(do0, do1, do0_s.index(o), do1_s.index(o), do_full.index(o), batch, m * M, head, Q_BYTES, D1)
+
+
+@gluon.jit
+def _reducer(dq0, dq1, dq0_s, dq1_s, bars, batch, kv_head, heads, groups, tiles, first, n, total, D1: gl.constexpr):
+    """One warp: adds each finished tile of dQ to the accumulator. A tile of dQ is done when the dO it used is free."""
+    _, _, _, _, do_empty, dq_empty = bars
+    ROWS: gl.constexpr = dq0.block_type.shape[0] + (dq1.block_type.shape[0] if D1 else 0)
+    OS: gl.constexpr = do_empty.shape[0]
+    for t in range(total):
+        g = t // n
+        row = ((batch * heads + kv_head * groups + g) * tiles + first + t - g * n) * ROWS
+        mbarrier.wait(do_empty.index(t % OS), t // OS & 1)
+        _tma_add(dq0, [row, 0], dq0_s)
+        if D1:
+            _tma_add(dq1, [row + dq0.block_type.shape[0], 0], dq1_s)
+        tma.store_wait(0)
+        mbarrier.arrive(dq_empty, count=1)
+
+
+@gluon.jit
+def _transposed_product(x0, x1, y0, y1, zeros, D1: gl.constexpr):
+    """x y^T [N, M], not waited for; x [N, D0 + D1] and y [M, D0 + D1] in shared memory."""
+    product = warpgroup_mma(x0, y0.permute([1, 0]), zeros, use_acc=False, is_async=True)
+    if D1:
+        product = warpgroup_mma(x1, y1.permute([1, 0]), product, is_async=True)
+    return product
+
+
+@gluon.jit
+def _mask(s_t, j, i, seq_k, offset, N: gl.constexpr, M: gl.constexpr, CAUSAL: gl.constexpr):
+    """S^T with -inf where query i + m may not see key j + n. Under the causal mask no query sees past seq_k."""
+    o_j = j + gl.arange(0, N, layout=gl.SliceLayout(1, s_t.type.layout))
+    if CAUSAL:
+        last = i + offset + gl.arange(0, M, layout=gl.SliceLayout(0, s_t.type.layout))
+        return gl.where(o_j[:, None] <= last[None, :], s_t, float("-inf"))
+    else:
+        return gl.where((o_j < seq_k)[:, None], s_t, float("-inf"))
+
+
+@gluon.jit
+def _consumer(
+    outputs, buffers, stats_s, ds_s, dq0_s, dq1_s, bars, batch, kv_head, j, seq_k, offset, first, full, n, total, scale,
+    WARPS: gl.constexpr, D1: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """The computing warps: dK and dV of one key tile stay in registers over all the query tiles that see it.
+
+    Both S^T = K Q^T and dP^T = V dO^T are issued before the exponential, which hides under the second; dS hides under
+    P^T dO; and dQ is sent off while dS^T Q runs. P^T and dS^T are multiplied from registers; dS^T goes to shared memory
+    too, to be read there as the dS of dQ = dS K.
+    """
+    dk0, dk1, dv0, dv1 = outputs
+    q0_s, q1_s, k0_s, k1_s, v0_s, v1_s, do0_s, do1_s = buffers
+    k_full, q_full, q_empty, do_full, do_empty, dq_empty = bars
+    M: gl.constexpr = q0_s.shape[2]
+    N: gl.constexpr = k0_s.shape[1]
+    D0: gl.constexpr = k0_s.shape[3]
+    QS: gl.constexpr = q0_s.shape[0]
+    OS: gl.constexpr = do0_s.shape[0]
+    PARTS: gl.constexpr = 2 if D1 else 1
+    dtype: gl.constexpr = q0_s.dtype
+    WM: gl.constexpr = WARPS if M >= 16 * WARPS else 4
+    WN: gl.constexpr = WARPS // WM
+    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, M, 16])
+    K0L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D0, 16])
+    Q0L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WM, WN], [16, D0 // WN, 16])
+    A0L: gl.constexpr = gl.DotOperandLayout(0, K0L, 2)
+    if D1:
+        K1L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D1, 16])
+        Q1L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WM, WN], [16, D1 // WN, 16])
+        A1L: gl.constexpr = gl.DotOperandLayout(0, K1L, 2)
+    ROW: gl.constexpr = gl.SliceLayout(0, SL)
+
+    b_k0, b_v0 = k0_s.reshape([N, D0]), v0_s.reshape([N, D0])
+    b_k1, b_v1 = b_k0, b_v0
+    dk = warpgroup_mma_init(gl.zeros([N, D0], gl.float32, K0L))
+    dv = warpgroup_mma_init(gl.zeros([N, D0], gl.float32, K0L))
+    if D1:
+        b_k1, b_v1 = k1_s.reshape([N, D1]), v1_s.reshape([N, D1])
+        dk_1 = warpgroup_mma_init(gl.zeros([N, D1], gl.float32, K1L))
+        dv_1 = warpgroup_mma_init(gl.zeros([N, D1], gl.float32, K1L))
+    scale_log2 = scale * LOG2_E
+    zeros = gl.zeros([N, M], gl.float32, SL)
+    mbarrier.wait(k_full.index(0), 0)
+    mbarrier.wait(k_full.index(1), 0)
+    for t in range(total):
+        m = first + t % n
+        s, o = t % QS, t % OS
+        b_q0, b_do0 = q0_s.index(s).reshape([M, D0]), do0_s.index(o).reshape([M, D0])
+        b_q1, b_do1 = b_q0, b_do0
+        if D1:
+            b_q1, b_do1 = q1_s.index(s).reshape([M, D1]), do1_s.index(o).reshape([M, D1])
+        mbarrier.wait(q_full.index(s), t // QS & 1)
+        s_t = _transposed_product(b_k0, b_k1, b_q0, b_q1, zeros, D1)
+        mbarrier.wait(do_full.index(o), t // OS & 1)
+        dp_t = _transposed_product(b_v0, b_v1, b_do0, b_do1, zeros, D1)
+        s_t = warpgroup_mma_wait(PARTS, deps=(s_t,))
+        # Read no sooner: these registers are wanted until S is done. So for delta.
+        lse = stats_s.index(2 * s).reshape([M]).load(ROW)
+        if m * M < full:
+            s_t = _mask(s_t, j, m * M, seq_k, offset, N, M, CAUSAL)
+        p_t = gl.exp2(s_t * scale_log2 - lse[None, :])
+        p16 = p_t.to(dtype)
+        dv = warpgroup_mma(gl.convert_layout(p16, A0L), b_do0, dv, is_async=True)
+        if D1:
+            dv_1 = warpgroup_mma(gl.convert_layout(p16, A1L), b_do1, dv_1, is_async=True)
+        dp_t = warpgroup_mma_wait(PARTS, deps=(dp_t,))
+        delta = stats_s.index(2 * s + 1).reshape([M]).load(ROW)
+        ds16 = (p_t * (dp_t - delta[None, :])).to(dtype)
+        ds_s.store(ds16)
+        fence_async_shared()
+        _barrier()
+        if t > 0:  # all warps are past dK of the tile before
+            mbarrier.arrive(q_empty.index((t - 1) % QS), count=1)
+        dq = gl.zeros([M, D0], gl.float32, Q0L)
+        dq = warpgroup_mma(ds_s.permute([1, 0]), b_k0, dq, use_acc=False, is_async=True)
+        if D1:
+            dq_1 = gl.zeros([M, D1], gl.float32, Q1L)
+            dq_1 = warpgroup_mma(ds_s.permute([1, 0]), b_k1, dq_1, use_acc=False, is_async=True)
+        dk = warpgroup_mma(gl.convert_layout(ds16, A0L), b_q0, dk, is_async=True)
+        if D1:
+            dk_1 = warpgroup_mma(gl.convert_layout(ds16, A1L), b_q1, dk_1, is_async=True)
+            dq, dq_1, dv, dv_1 = warpgroup_mma_wait(PARTS, deps=(dq, dq_1, dv, dv_1))
+            dv_1 = warpgroup_mma_init(dv_1)
+        else:
+            dq, dv = warpgroup_mma_wait(PARTS, deps=(dq, dv))
+        dv = warpgroup_mma_init(dv)
+        mbarrier.wait(dq_empty, (t & 1) ^ 1)
+        dq0_s.reshape([M * D0]).store(_in_register_order(dq, M, D0, WM, WN))
+        if D1:
+            dq1_s.reshape([M * D1]).store(_in_register_order(dq_1, M, D1, WM, WN))
+        fence_async_shared()
+        _barrier()
+        mbarrier.arrive(do_empty.index(o), count=1)
+        if D1:
+            dk, dk_1 = warpgroup_mma_wait(0, deps=(dk, dk_1))
+            dk_1 = warpgroup_mma_init(dk_1)
+        else:
+            dk = warpgroup_mma_wait(0, deps=(dk,))
+        dk = warpgroup_mma_init(dk)
+
+    if D1:
+        b_dk, b_dv, b_dk1, b_dv1 = warpgroup_mma_wait(0, deps=(dk, dv, dk_1, dv_1))
+    else:
+        b_dk, b_dv = warpgroup_mma_wait(0, deps=(dk, dv))
+    _barrier()
+    b_v0.store(b_dv.to(dtype))
+    b_k0.store((b_dk * scale).to(dtype))
+    if D1:
+        b_v1.store(b_dv1.to(dtype))
+        b_k1.store((b_dk1 * scale).to(dtype))
+    fence_async_shared()
+    _barrier()
+    tma.async_copy_shared_to_global(dv0, [batch, j, kv_head, 0], v0_s)
+    tma.async_copy_shared_to_global(dk0, [batch, j, kv_head, 0], k0_s)
+    if D1:
+        tma.async_copy_shared_to_global(dv1, [batch, j, kv_head, 64], v1_s)
+        tma.async_copy_shared_to_global(dk1, [batch, j, kv_head, 64], k1_s)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _barriers(COUNT: gl.constexpr):
+    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(COUNT):
+        mbarrier.init(bars.index(s), count=1)
+    return bars
+
+
+@gluon.jit
+def _shared(x, STAGES: gl.constexpr):
+    shape: gl.constexpr = [STAGES] + x.block_type.shape  # noqa: RUF005 (Gluon knows no starred lists)
+    return gl.allocate_shared_memory(x.dtype, shape, x.layout)
+
+
+@gluon.jit(do_not_specialize=["heads", "groups", "seq_q", "seq_k"])
+def main_kernel(
+    q0, q1, k0, k1, v0, v1, do0, do1, stats, dq0, dq1, dk0, dk1, dv0, dv1,
+    heads, groups, seq_q, seq_k, scale,
+    D1: gl.constexpr, WARPS: gl.constexpr, QS: gl.constexpr, OS: gl.constexpr, CAUSAL: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """dK and dV, and the sum of dQ: WARPS warps compute, and two more, of REGISTERS each, load tiles and add up dQ.
+
+    q0 to do1, dk0 to dv1: descriptors of the two parts of (B, length, heads, HEAD_DIM), None for an empty part 1.
+    stats as delta_kernel writes it; dq0, dq1 the accumulator in rows of 256 floats.
+    Grid: B * (heads / groups) * cdiv(seq_k, N); causal keys are longest at the start, as launched.
+    """
+    M: gl.constexpr = q0.block_type.shape[1]
+    N: gl.constexpr = k0.block_type.shape[1]
+    dtype: gl.constexpr = q0.dtype
+    key_tiles = gl.cdiv(seq_k, N)
+    kv_heads = heads // groups
+    bg = gl.program_id(0) // key_tiles
+    batch, kv_head = bg // kv_heads, bg % kv_heads
+    j = gl.program_id(0) % key_tiles * N
+    tiles = gl.cdiv(seq_q, M)
+    offset = seq_k - seq_q
+    first, full = 0, 0
+    if CAUSAL:
+        first = gl.maximum(j - offset, 0) // M
+        full = gl.maximum(j + N - 1 - offset, 0)
+    full = gl.where(j + N > seq_k, seq_q, full)
+    n = tiles - first
+    total = n * groups
+
+    k0_s = gl.allocate_shared_memory(dtype, k0.block_type.shape, k0.layout)
+    v0_s = gl.allocate_shared_memory(dtype, v0.block_type.shape, v0.layout)
+    q0_s = _shared(q0, QS)
+    do0_s = _shared(do0, OS)
+    stats_s = _shared(stats, 2 * QS)
+    ds_s = gl.allocate_shared_memory(dtype, [N, M], gl.NVMMASharedLayout.get_default_for([N, M], dtype))
+    dq0_s = gl.allocate_shared_memory(gl.float32, dq0.block_type.shape, dq0.layout)
+    if D1:
+        k1_s = gl.allocate_shared_memory(dtype, k1.block_type.shape, k1.layout)
+        v1_s = gl.allocate_shared_memory(dtype, v1.block_type.shape, v1.layout)
+        q1_s = _shared(q1, QS)
+        do1_s = _shared(do1, OS)
+        dq1_s = gl.allocate_shared_memory(gl.float32, dq1.block_type.shape, dq1.layout)
+    else:
+        k1_s, v1_s, q1_s, do1_s, dq1_s = k0_s, v0_s, q0_s, do0_s, dq0_s
+        q1, k1, v1, do1, dq1, dk1, dv1 = q0, k0, v0, do0, dq0, dk0, dv0
+    bars = (_barriers(2), _barriers(QS), _barriers(QS), _barriers(OS), _barriers(OS), _barriers(1).index(0))
+    inputs = (q0, q1, k0, k1, v0, v1, do0, do1)
+    outputs = (dk0, dk1, dv0, dv1)
+    buffers = (q0_s, q1_s, k0_s, k1_s, v0_s, v1_s, do0_s, do1_s)
+    gl.warp_specialize(
+        [
+            (
+                _consumer,
+                (outputs, buffers, stats_s, ds_s, dq0_s, dq1_s, bars, batch, kv_head, j, seq_k, offset, first, full,
+                 n, total, scale, WARPS, D1, CAUSAL),
+            ),
+            (
+                _producer,
+                (inputs, stats, buffers, stats_s, bars, batch, kv_head, j, heads, groups, tiles, first, n, total, D1),
+            ),
+            (
+                _reducer,
+                (dq0, dq1, dq0_s, dq1_s, bars, batch, kv_head, heads, groups, tiles, first, n, total, D1),
+            ),
+        ],
+        [1, 1],
+        [REGISTERS, REGISTERS],
+    )  # fmt: skip
+
+
+class Config(NamedTuple):
+    """How main_kernel is launched for one (head_dim, causal)."""
+
+    m: int
+    """Rows of a query tile."""
+    n: int
+    """Rows of a key tile."""
+    warps: int
+    """Warps that compute; four more load, add up dQ, or idle."""
+    q_stages: int
+    """Tiles of Q in shared memory, and of the statistics."""
+    do_stages: int
+    """Tiles of dO in shared memory."""
+    resident: int
+    """Programs on a multiprocessor at a time, which share its registers."""
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Compiler options. The warps start out with equal shares of the registers, in multiples of 8."""
+        registers = 65536 // (self.resident * (self.warps + 4) * 32) // 8 * 8
+        return {"num_warps": self.warps, "maxnreg": min(registers, 248)}
+
+    @property
+    def dq_warps(self) -> tuple[int, int]:
+        """How dQ's product lays the warps over rows and columns."""
+        rows = self.warps if self.m >= 16 * self.warps else 4
+        return rows, self.warps // rows
+
+
+CONFIGS = {
+    (64, True): Config(64, 64, 4, 3, 3, 2),
+    (64, False): Config(64, 64, 4, 3, 3, 2),
+    (80, True): Config(64, 64, 4, 2, 2, 2),
+    (80, False): Config(64, 64, 4, 2, 2, 2),
+    (96, True): Config(64, 128, 8, 2, 2, 1),
+    (96, False): Config(64, 128, 8, 2, 2, 1),
+    (128, True): Config(64, 128, 8, 2, 2, 1),
+    (128, False): Config(64, 128, 8, 2, 2, 1),
+}
+
+_PARTS = {64: (64, 0), 80: (64, 16), 96: (64, 32), 128: (128, 0)}
+_LOADER_REGISTERS = 24  # the least there is
+_GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+
+@cache
+def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    if dtype == torch.float32:
+        return gl.NVMMASharedLayout(0, 32, len(block))
+    return gl.NVMMASharedLayout.get_default_for(list(block), _GLUON_TYPES[dtype])
+
+
+def _tiles_of(x: Tensor, *block: int) -> TensorDescriptor:
+    return descriptor(x, list(block), _layout(block, x.dtype))
+
+
+def _main_arguments(
+    accumulator, stats, dk, dv, dout, q, k, v, causal: bool, scale: float, config: Config
+) -> tuple[tuple, tuple, tuple]:
+    """The descriptors, numbers and constants of main_kernel."""
+    heads, head_dim = q.shape[2:]
+    d0, d1 = _PARTS[head_dim]
+
+    def parts(x: Tensor, rows: int) -> tuple:
+        return _tiles_of(x, 1, rows, 1, d0), _tiles_of(x, 1, rows, 1, d1) if d1 else None
+
+    floats = accumulator.view(-1, 256)
+    dq0 = _tiles_of(floats, config.m * d0 // 256, 256)
+    dq1 = _tiles_of(floats, config.m * d1 // 256, 256) if d1 else None
+    descriptors = (
+        *(*parts(q, config.m), *parts(k, config.n), *parts(v, config.n), *parts(dout, config.m)),
+        *(_tiles_of(stats, 1, config.m), dq0, dq1, *parts(dk, config.n), *parts(dv, config.n)),
+    )
+    numbers = heads, heads // k.shape[2], q.shape[1], k.shape[1], scale
+    return descriptors, numbers, (d1, config.warps, config.q_stages, config.do_stages, causal, _LOADER_REGISTERS)
+
+
+def compilation(head_dim: int, dtype: torch.dtype, causal: bool) -> tuple[dict, dict, dict]:
+    """Signature, constants and options of main_kernel as shipped, to compile it ahead of time."""
+    config = CONFIGS[head_dim, causal]
+    x = torch.empty((1, config.n, 1, head_dim), dtype=dtype)
+    accumulator, stats = torch.empty(config.m * head_dim), torch.empty((2, config.m))
+    arguments = itertools.chain(*_main_arguments(accumulator, stats, x, x, x, x, x, x, causal, 1.0, config))
+    signature, constants = {}, {}
+    for i, (parameter, argument) in enumerate(zip(main_kernel.params, arguments, strict=True)):
+        if parameter.is_constexpr or argument is None:
+            signature[parameter.name], constants[(i,)] = "constexpr", argument
+        elif isinstance(argument, TensorDescriptor):
+            signature[parameter.name] = mangle_type(argument)
+        else:
+            signature[parameter.name] = "fp32" if isinstance(argument, float) else "i32"
+    return signature, constants, config.options
+
+
+def backward_into(
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    dlogsumexp: Tensor | None,
+    causal: bool,
+    scale: float,
+    config: Config | None = None,
+) -> None:
+    """Writes the gradients of O = attention(q, k, v) into dq, dk and dv, which may be views of a packed gradient.
+
+    q, dq, out, dout (B, T, H, D), k, v, dk, dv (B, S, G, D), all of one 16-bit dtype, D a key of CONFIGS, unit stride
+    along D, other strides and addresses multiples of 16 bytes and no stride zero; logsumexp and its gradient, if it has
+    one, (B, H, T) fp32, natural, contiguous. `config` is for those who tune; the table's by default.
+    """
+    (batch, seq_q, heads, head_dim), (seq_k, kv_heads) = q.shape, k.shape[1:3]
+    config = config or CONFIGS[head_dim, causal]
+    tiles = batch * heads * triton.cdiv(seq_q, config.m)
+    with torch.cuda.device_of(q):
+        stats = torch.empty((2 * tiles, config.m), dtype=torch.float32, device=q.device)
+        accumulator = torch.empty(tiles * config.m * head_dim, dtype=torch.float32, device=q.device)
+        key = q.dtype, q.device, head_dim, config
+        tensors = out, dout, logsumexp, dlogsumexp, stats, accumulator
+        constants = config.m, head_dim, triton.next_power_of_2(head_dim), dlogsumexp is not None
+        launch(delta_kernel, key, tiles, tensors, (*strides(out, dout), heads, seq_q), constants, num_warps=4)
+        arguments = _main_arguments(accumulator, stats, dk, dv, dout, q, k, v, causal, scale, config)
+        launch(main_kernel, key, batch * kv_heads * triton.cdiv(seq_k, config.n), *arguments, **config.options)
+        constants = config.m, *_PARTS[head_dim], *config.dq_warps
+        numbers = *strides(dq), heads, seq_q, scale
+        launch(finish_kernel, key, tiles, (accumulator, dq), numbers, constants, num_warps=4)

@@ -1,0 +1,500 @@
+"""Warp-specialised attention forward for Hopper, in Gluon: the scheme of FlashAttention-3.
+
+Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision" (2024), Algorithms 1 and
+2. One program stays on each multiprocessor and walks over tiles of queries. Its producer warp copies Q, K and V into
+rings in shared memory by TMA; each of its two consumer warpgroups owns 64 rows of the tile, and issues S = QK of one
+block of keys before PV of the block before, so that the softmax runs under PV. The first block of the next tile takes
+the place of the block after the last, which hides the start of every tile but the first.
+
+T queries, S keys, M rows of a query tile (64 to a consumer), N keys of a block, D0 + D1 head size, in two parts where
+it is no power of two, with a descriptor and a product each. Softmax runs in base 2; statistics and accumulators are
+fp32.
+"""
+
+from functools import cache
+from math import gcd
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+from triton.runtime.jit import mangle_type
+
+from kernels.flash2.launcher import descriptor, launch
+
+LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
+LN_2: gl.constexpr = gl.constexpr(0.6931471805599453)
+CONSUMERS: gl.constexpr = gl.constexpr(2)  # warpgroups
+ROWS: gl.constexpr = gl.constexpr(64)  # of one consumer: the M of wgmma
+M: gl.constexpr = gl.constexpr(128)  # of all consumers
+
+
+class Config(NamedTuple):
+    """How forward_kernel is launched for one (head_dim, causal)."""
+
+    n: int
+    """Keys of a block."""
+    stages: int
+    """Blocks of K and of V in flight."""
+    consumer_registers: int
+    producer_registers: int
+
+
+# Blocks of 128 keys are up to 18 % faster at head 128 from 4k on, but spill registers where one tile follows another.
+CONFIGS = {
+    (80, True): Config(128, 3, 240, 24),
+    (80, False): Config(64, 4, 240, 24),
+    (96, True): Config(128, 2, 240, 24),
+    (96, False): Config(64, 4, 240, 24),
+    (128, True): Config(64, 4, 240, 24),
+    (128, False): Config(64, 4, 240, 24),
+}
+
+
+@gluon.constexpr_function
+def _accumulator_layout(columns):
+    """Of a wgmma result [64, columns] over one warpgroup."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
+
+
+@gluon.constexpr_function
+def _store_layout(columns):
+    """Rows of `columns` written 16 bytes to a thread."""
+    across = min(32, columns // 8)
+    return gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
+
+
+@gluon.jit
+def _count(tiles):
+    """How many of `tiles` this program computes; see _tile."""
+    programs, program = gl.num_programs(0), gl.program_id(0)
+    rounds = tiles // programs
+    place = gl.where(rounds % 2 == 0, program, programs - 1 - program)
+    return rounds + (place < tiles % programs).to(gl.int32)
+
+
+@gluon.jit
+def _tile(n, shape, M: gl.constexpr, N: gl.constexpr, CAUSAL: gl.constexpr):
+    """batch, head, first query and number of key blocks of this program's n-th tile.
+
+    Tiles are dealt out longest first, back and forth over the programs, which evens out their sums; the heads of one
+    section, whose K and V fit the L2 cache, before those of the next.
+    """
+    batches, heads, seq_q, seq_k, section = shape
+    programs, program = gl.num_programs(0), gl.program_id(0)
+    t = n * programs + gl.where(n % 2 == 0, program, programs - 1 - program)
+    rows = gl.cdiv(seq_q, M)
+    first = t // (section * rows) * section
+    t -= first * rows
+    width = gl.minimum(section, batches * heads - first)
+    bh = first + t % width
+    i = (rows - 1 - t // width) * M
+    blocks = gl.cdiv(seq_k, N)
+    if CAUSAL:  # at least one, even where no query sees a key: it writes the zeros
+        blocks = gl.minimum(blocks, gl.maximum(gl.cdiv(i + M + seq_k - seq_q, N), 1))
+    return bh // heads, bh % heads, i, blocks
+
+
+@gluon.jit
+def _copy(x0, x1, batch, row, head, slots0, slots1, slot, full, D0: gl.constexpr, D1: gl.constexpr):
+    """Starts the copy of one tile; `full` must expect it."""
+    tma.async_copy_global_to_shared(x0, [batch, row, head, 0], full, slots0.index(slot))
+    if D1:
+        tma.async_copy_global_to_shared(x1, [batch, row, head, D0], full, slots1.index(slot))
+
+
+@gluon.jit
+def _producer(
+    rings, reads, shape,
+    N: gl.constexpr, STAGES: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    BYTES: gl.constexpr = N * (D0 + D1) * 2  # of K or V in a slot
+    q_slots, k_slots, v_slots, q_full, q_empty, full, empty = rings
+    q0, q1, k0, k1, v0, v1, groups = reads
+    batches, heads, seq_q = shape[0], shape[1], shape[2]
+    it = 0
+    v_batch, v_row, v_head = 0, 0, 0
+    for n in range(_count(batches * heads * gl.cdiv(seq_q, M))):
+        batch, head, i, blocks = _tile(n, shape, M, N, CAUSAL)
+        kv_head = head // groups
+        for c in gl.static_range(CONSUMERS):
+            slot = n % 2 * CONSUMERS + c
+            mbarrier.wait(q_empty.index(slot), (n // 2 + 1) & 1)
+            mbarrier.expect(q_full.index(slot), ROWS * (D0 + D1) * 2)
+            _copy(q0, q1, batch, i + c * ROWS, head, q_slots[0], q_slots[1], slot, q_full.index(slot), D0, D1)
+        for j in range(blocks):
+            slot = it % STAGES
+            mbarrier.wait(empty.index(slot), (it // STAGES + 1) & 1)
+            mbarrier.expect(full.index(slot), BYTES, pred=it == 0)
+            mbarrier.expect(full.index(slot), 2 * BYTES, pred=it > 0)
+            _copy(k0, k1, batch, j * N, kv_head, k_slots[0], k_slots[1], slot, full.index(slot), D0, D1)
+            if it > 0:
+                _copy(v0, v1, v_batch, v_row, v_head, v_slots[0], v_slots[1], slot, full.index(slot), D0, D1)
+            v_batch, v_row, v_head = batch, j * N, kv_head
+            it += 1
+    slot = it % STAGES
+    mbarrier.wait(empty.index(slot), (it // STAGES + 1) & 1)
+    mbarrier.expect(full.index(slot), BYTES)
+    _copy(v0, v1, v_batch, v_row, v_head, v_slots[0], v_slots[1], slot, full.index(slot), D0, D1)
+
+
+@gluon.jit
+def _scores(q0, q1, k_slots, slot, N: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr):
+    """Issues S = Q K^T, [64, N]."""
+    ks0, ks1 = k_slots
+    s = warpgroup_mma_init(gl.zeros([ROWS, N], gl.float32, _accumulator_layout(N)))
+    k = ks0.index(slot).reshape([N, D0]).permute([1, 0])
+    s = warpgroup_mma(q0, k, s, use_acc=False, is_async=True)
+    if D1:
+        k = ks1.index(slot).reshape([N, D1]).permute([1, 0])
+        s = warpgroup_mma(q1, k, s, is_async=True)
+    return s
+
+
+@gluon.jit
+def _values(p, v_slots, slot, acc0, acc1, N: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr):
+    """Issues O += P V, [64, D0] and [64, D1]."""
+    vs0, vs1 = v_slots
+    acc0 = warpgroup_mma(p, vs0.index(slot).reshape([N, D0]), acc0, is_async=True)
+    if D1:
+        layout: gl.constexpr = gl.DotOperandLayout(0, _accumulator_layout(D1), 2)
+        p1 = gl.convert_layout(p, layout, assert_trivial=True)
+        acc1 = warpgroup_mma(p1, vs1.index(slot).reshape([N, D1]), acc1, is_async=True)
+    return acc0, acc1
+
+
+@gluon.jit
+def _blocks(i, seq_q, seq_k, blocks, N: gl.constexpr, CAUSAL: gl.constexpr):
+    """Of the key blocks of the rows i to i + 64: how many need no mask, and how many there are."""
+    full = gl.minimum(seq_k // N, blocks)
+    if CAUSAL:
+        i += seq_k - seq_q
+        full = gl.minimum(full, gl.maximum(i + 1, 0) // N)
+        blocks = gl.minimum(blocks, gl.maximum(gl.cdiv(i + ROWS, N), 1))
+    return full, blocks
+
+
+@gluon.jit
+def _mask(s, i, j, seq_q, seq_k, N: gl.constexpr, CAUSAL: gl.constexpr):
+    """Scores [64, N] of the queries from i on and the keys from j on, -inf where the key is hidden."""
+    o_j = gl.arange(0, N, layout=gl.SliceLayout(0, s.type.layout))[None, :]
+    if CAUSAL:
+        o_i = gl.arange(0, ROWS, layout=gl.SliceLayout(1, s.type.layout))
+        last = gl.minimum(i + seq_k - seq_q + o_i, seq_k - 1) - j
+        return gl.where(o_j <= last[:, None], s, -float("inf"))
+    else:
+        return gl.where(o_j < seq_k - j, s, -float("inf"))
+
+
+@gluon.jit
+def _softmax(s, m, l, scale_log2):
+    """P, the new maximum and sum of its rows, and what the old sum and O are to be scaled by."""
+    m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
+    shift = gl.where(m_new == -float("inf"), 0.0, m_new)  # a row that sees no key
+    p = gl.exp2(s * scale_log2 - shift[:, None])
+    alpha = gl.exp2(m - shift)
+    return p, m_new, l * alpha + gl.sum(p, 1), alpha
+
+
+@gluon.jit
+def _operand(p, dtype: gl.constexpr, D0: gl.constexpr):
+    layout: gl.constexpr = gl.DotOperandLayout(0, _accumulator_layout(D0), 2)
+    return gl.convert_layout(p.to(dtype), layout)
+
+
+@gluon.jit
+def _rescale(acc, alpha, D: gl.constexpr):
+    return acc * gl.convert_layout(alpha, gl.SliceLayout(1, _accumulator_layout(D)))[:, None]
+
+
+@gluon.jit
+def _await(barriers, n, SLOTS: gl.constexpr):
+    """Waits for the n-th use of a ring of barriers."""
+    mbarrier.wait(barriers.index(n % SLOTS), n // SLOTS & 1)
+
+
+@gluon.jit
+def _wait(pending: gl.constexpr, acc0, acc1, p, D1: gl.constexpr):
+    if D1:
+        return warpgroup_mma_wait(pending, deps=(acc0, acc1, p))
+    else:
+        acc0, p = warpgroup_mma_wait(pending, deps=(acc0, p))
+        return acc0, acc1, p
+
+
+@gluon.jit
+def _walk(
+    it, p, m, l, q0, q1, rings, i, full_blocks, own, shape, scale_log2,
+    N: gl.constexpr, STAGES: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """Key blocks 1 to own of a tile whose block 0 is the it-th of this program: S of each, PV of the one before."""
+    _q_slots, k_slots, v_slots, _q_full, _q_empty, full, empty = rings
+    acc0 = warpgroup_mma_init(gl.zeros([ROWS, D0], gl.float32, _accumulator_layout(D0)))
+    acc1 = 0
+    if D1:
+        acc1 = warpgroup_mma_init(gl.zeros([ROWS, D1], gl.float32, _accumulator_layout(D1)))
+    # One loop, though only the last blocks need the mask: where a loop over those followed a loop over the others,
+    # Triton 3.6's assembler (ptxas 12.8) shared Q's wgmma descriptor between the two and set it in the first alone.
+    for j in range(1, own):
+        slot = (it + j) % STAGES
+        s = _scores(q0, q1, k_slots, slot, N, D0, D1)
+        acc0, acc1 = _values(p, v_slots, slot, acc0, acc1, N, D0, D1)
+        s = warpgroup_mma_wait(2 if D1 else 1, deps=(s,))
+        if j >= full_blocks:
+            s = _mask(s, i, j * N, shape[2], shape[3], N, CAUSAL)
+        b_p, m, l, alpha = _softmax(s, m, l, scale_log2)
+        p_next = _operand(b_p, p.dtype, D0)
+        # Also keeps the exponentials above the wait for PV, which they are to run under: the assembler moves them past
+        # no loop, and this wait is one.
+        _await(full, it + j + 1, STAGES)
+        acc0, acc1, p = _wait(0, acc0, acc1, p, D1)
+        mbarrier.arrive(empty.index(slot))
+        acc0 = warpgroup_mma_init(_rescale(acc0, alpha, D0))
+        if D1:
+            acc1 = warpgroup_mma_init(_rescale(acc1, alpha, D1))
+        p = p_next
+    return p, acc0, acc1, m, l
+
+
+@gluon.jit
+def _store(p_out, stride, acc, inverse, i, seq_q, COLUMNS: gl.constexpr):
+    """O [64, COLUMNS] from row i on."""
+    layout: gl.constexpr = _store_layout(COLUMNS)
+    b_out = _rescale(acc, inverse, COLUMNS).to(p_out.dtype.element_ty)
+    o_i = i + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    o_d = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
+    # Multiplied with i inside, the offsets cannot be kept in registers from tile to tile, where they would be spilled.
+    p_tile = p_out + (o_i.to(gl.int64) * stride)[:, None] + o_d[None, :]
+    gl.store(p_tile, gl.convert_layout(b_out, layout), mask=(o_i < seq_q)[:, None])
+
+
+@gluon.jit
+def _finish(out, logsumexp, acc0, acc1, m, l, batch, head, i, shape, D0: gl.constexpr, D1: gl.constexpr):
+    """Writes O and the logsumexp of the rows i to i + 64."""
+    heads, seq_q = shape[1], shape[2]
+    o_i = i + gl.arange(0, ROWS, layout=m.type.layout)
+    p_lse = logsumexp + (batch * heads + head).to(gl.int64) * seq_q
+    gl.store(p_lse + o_i, (m + gl.log2(l)) * LN_2, mask=o_i < seq_q)
+    inverse = 1.0 / gl.where(l == 0.0, 1.0, l)
+    stride = heads * (D0 + D1)
+    p_out = out + batch.to(gl.int64) * seq_q * stride + head * (D0 + D1)
+    _store(p_out, stride, acc0, inverse, i, seq_q, D0)
+    if D1:
+        _store(p_out + D0, stride, acc1, inverse, i, seq_q, D1)
+
+
+@gluon.jit
+def _queries(q_slots, slot, D0: gl.constexpr, D1: gl.constexpr):
+    qs0, qs1 = q_slots
+    if D1:
+        return qs0.index(slot).reshape([ROWS, D0]), qs1.index(slot).reshape([ROWS, D1])
+    else:
+        return qs0.index(slot).reshape([ROWS, D0]), 0
+
+
+@gluon.jit
+def _consumer(
+    C: gl.constexpr, rings, writes, shape,
+    N: gl.constexpr, STAGES: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """Rows 64 C to 64 C + 64 of every tile of this program."""
+    q_slots, k_slots, v_slots, q_full, q_empty, full, empty = rings
+    out, logsumexp, scale_log2 = writes
+    batches, heads, seq_q, seq_k = shape[0], shape[1], shape[2], shape[3]
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, _accumulator_layout(N))
+    count = _count(batches * heads * gl.cdiv(seq_q, M))
+    none = gl.full([ROWS], -float("inf"), gl.float32, LAYOUT)
+    zero = gl.zeros([ROWS], gl.float32, LAYOUT)
+
+    it = 0
+    batch, head, i, blocks = _tile(0, shape, M, N, CAUSAL)
+    i += C * ROWS
+    first_full, _ = _blocks(i, seq_q, seq_k, blocks, N, CAUSAL)
+    q0, q1 = _queries(q_slots, C, D0, D1)
+    mbarrier.wait(q_full.index(C), 0)
+    mbarrier.wait(full.index(0), 0)
+    s = _scores(q0, q1, k_slots, 0, N, D0, D1)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    mbarrier.arrive(empty.index(0))
+    if first_full == 0:
+        s = _mask(s, i, 0, seq_q, seq_k, N, CAUSAL)
+    b_p, m, l, _ = _softmax(s, none, zero, scale_log2)
+    p = _operand(b_p, out.dtype.element_ty, D0)
+    _await(full, 1, STAGES)
+
+    for n in range(count):
+        full_blocks, own = _blocks(i, seq_q, seq_k, blocks, N, CAUSAL)
+        q_slot = n % 2 * CONSUMERS + C
+        q0, q1 = _queries(q_slots, q_slot, D0, D1)
+        p, acc0, acc1, m, l = _walk(
+            it, p, m, l, q0, q1, rings, i, full_blocks, own, shape, scale_log2, N, STAGES, D0, D1, CAUSAL
+        )
+        mbarrier.arrive(q_empty.index(q_slot))
+        v_slot = (it + own) % STAGES
+        if n + 1 < count:
+            for j in range(it + own + 1, it + blocks + 1):  # blocks that only other consumers see
+                _await(full, j, STAGES)
+                mbarrier.arrive(empty.index(j % STAGES), pred=j < it + blocks)
+            shared = own == blocks
+            it += blocks
+            next_batch, next_head, next_i, blocks = _tile(n + 1, shape, M, N, CAUSAL)
+            next_i += C * ROWS
+            next_full, _ = _blocks(next_i, seq_q, seq_k, blocks, N, CAUSAL)
+            q_slot = (n + 1) % 2 * CONSUMERS + C
+            q0, q1 = _queries(q_slots, q_slot, D0, D1)
+            mbarrier.wait(q_full.index(q_slot), (n + 1) // 2 & 1)
+            s = _scores(q0, q1, k_slots, it % STAGES, N, D0, D1)
+            acc0, acc1 = _values(p, v_slots, v_slot, acc0, acc1, N, D0, D1)
+            s = warpgroup_mma_wait(2 if D1 else 1, deps=(s,))
+            if next_full == 0:
+                s = _mask(s, next_i, 0, seq_q, seq_k, N, CAUSAL)
+            b_p, next_m, next_l, _ = _softmax(s, none, zero, scale_log2)
+            p_next = _operand(b_p, p.dtype, D0)
+            _await(full, it + 1, STAGES)
+            out0, out1, p = _wait(0, acc0, acc1, p, D1)
+            mbarrier.arrive(empty.index(it % STAGES))
+            if not shared:
+                mbarrier.arrive(empty.index(v_slot))
+            _finish(out, logsumexp, out0, out1, m, l, batch, head, i, shape, D0, D1)
+            p, m, l = p_next, next_m, next_l
+            batch, head, i = next_batch, next_head, next_i
+        else:
+            acc0, acc1 = _values(p, v_slots, v_slot, acc0, acc1, N, D0, D1)
+            out0, out1, p = _wait(0, acc0, acc1, p, D1)
+            _finish(out, logsumexp, out0, out1, m, l, batch, head, i, shape, D0, D1)
+
+
+@gluon.jit
+def _slots(x0, x1, SLOTS: gl.constexpr, D1: gl.constexpr):
+    """SLOTS tiles in shared memory. (Gluon knows no starred lists.)"""
+    slots0 = gl.allocate_shared_memory(x0.dtype, [SLOTS] + x0.block_type.shape, x0.layout)  # noqa: RUF005
+    slots1 = 0
+    if D1:
+        slots1 = gl.allocate_shared_memory(x1.dtype, [SLOTS] + x1.block_type.shape, x1.layout)  # noqa: RUF005
+    return slots0, slots1
+
+
+@gluon.jit
+def _barriers(SLOTS: gl.constexpr, READERS: gl.constexpr):
+    """Of a ring of slots: full, and emptied by READERS consumers."""
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=READERS)
+    return full, empty
+
+
+@gluon.jit(do_not_specialize=["batches", "heads", "groups", "seq_q", "seq_k", "section"])
+def forward_kernel(
+    q0, q1, k0, k1, v0, v1, out, logsumexp, batches, heads, groups, seq_q, seq_k, section, scale,
+    N: gl.constexpr, STAGES: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, CAUSAL: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """O (batches, seq_q, heads, D0 + D1) and logsumexp (batches, heads, seq_q) fp32, natural, both contiguous.
+
+    q0 reads [1, 64, 1, D0] of Q (batches, seq_q, heads, D0 + D1), k0 and v0 [1, N, 1, D0] of K and V (batches, seq_k,
+    heads / groups, D0 + D1); q1, k1 and v1 the D1 columns beyond, or None. Grid: any number of programs up to that of
+    the tiles.
+    """
+    q_slots = _slots(q0, q1, 2 * CONSUMERS, D1)
+    k_slots = _slots(k0, k1, STAGES, D1)
+    v_slots = _slots(v0, v1, STAGES, D1)
+    q_full, q_empty = _barriers(2 * CONSUMERS, 1)
+    full, empty = _barriers(STAGES, CONSUMERS)
+    rings = (q_slots, k_slots, v_slots, q_full, q_empty, full, empty)
+    shape = (batches, heads, seq_q, seq_k, section)
+    reads = (q0, q1, k0, k1, v0, v1, groups)
+    writes = (out, logsumexp, scale * LOG2_E)
+    gl.warp_specialize(
+        [
+            (_consumer, (0, rings, writes, shape, N, STAGES, D0, D1, CAUSAL)),
+            (_consumer, (1, rings, writes, shape, N, STAGES, D0, D1, CAUSAL)),
+            (_producer, (rings, reads, shape, N, STAGES, D0, D1, CAUSAL)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )
+
+
+def split(head_dim: int) -> tuple[int, int]:
+    """The two parts a head is read in: 80 as 64 and 16 columns, 128 whole."""
+    return (128, 0) if head_dim == 128 else (64, head_dim - 64)
+
+
+@cache
+def _shared_layout(columns: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(swizzle_byte_width=min(2 * columns, 128), element_bitwidth=16, rank=4)
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _section(heads: int, rows: int, programs: int, causal: bool) -> int:
+    """How many heads to deal out together, see _tile.
+
+    One by one where all tiles are equal, which leaves their K and V in the L2 cache for each other; else as few as fill
+    an even number of rounds, which evens out the programs' sums.
+    """
+    return min(heads, 2 * programs // gcd(2 * programs, rows)) if causal else 1
+
+
+def _arguments(q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, config: Config) -> tuple:
+    """The tensors that forward_kernel takes."""
+    d0, d1 = split(q.shape[3])
+
+    def parts(x: Tensor, rows: int) -> tuple:
+        whole = descriptor(x, [1, rows, 1, d0], _shared_layout(d0))
+        return whole, descriptor(x, [1, rows, 1, d1], _shared_layout(d1)) if d1 else None
+
+    return *parts(q, ROWS.value), *parts(k, config.n), *parts(v, config.n), out, logsumexp
+
+
+def _constants(head_dim: int, causal: bool, config: Config) -> tuple:
+    return config.n, config.stages, *split(head_dim), causal, config.consumer_registers, config.producer_registers
+
+
+def compilation(head_dim: int, dtype: torch.dtype, causal: bool) -> tuple[dict, dict, dict]:
+    """Signature, constants and options of forward_kernel as shipped, to compile it ahead of time."""
+    config = CONFIGS[head_dim, causal]
+    x, logsumexp = torch.empty((1, config.n, 1, head_dim), dtype=dtype), torch.empty(1)
+    tensors = _arguments(x, x, x, x, logsumexp, config)
+    names = forward_kernel.arg_names
+    signature = {name: "constexpr" if x is None else mangle_type(x) for name, x in zip(names, tensors, strict=False)}
+    signature |= dict.fromkeys(("batches", "heads", "groups", "seq_q", "seq_k", "section"), "i32") | {"scale": "fp32"}
+    constants = {name: None for name, x in zip(names, tensors, strict=False) if x is None}
+    constants |= dict(zip(names[len(signature) :], _constants(head_dim, causal, config), strict=True))
+    return signature | dict.fromkeys(names[len(signature) :], "constexpr"), constants, {"num_warps": 4}
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, config: Config | None = None
+) -> tuple[Tensor, Tensor]:
+    """O (B, T, H, D) contiguous and the natural logsumexp (B, H, T) fp32; rows that see no key give zero and -inf.
+
+    q (B, T, H, D), k and v (B, S, G, D), H a multiple of G, of D = 80, 96 or 128 in bf16 or fp16 on an sm_90 device;
+    unit stride along D, the other strides and the addresses multiples of 16 bytes. `config` is for those who tune; the
+    table's by default.
+    """
+    (batch, seq_q, heads, head_dim), (seq_k, kv_heads) = q.shape, k.shape[1:3]
+    config = config or CONFIGS[head_dim, causal]
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    logsumexp = torch.empty((batch, heads, seq_q), dtype=torch.float32, device=q.device)
+    rows = -(-seq_q // M.value)
+    programs = min(batch * heads * rows, _multiprocessors(q.device))
+    section = _section(batch * heads, rows, programs, causal)
+    numbers = batch, heads, heads // kv_heads, seq_q, seq_k, section, scale
+    tensors, constants = _arguments(q, k, v, out, logsumexp, config), _constants(head_dim, causal, config)
+    with torch.cuda.device_of(q):
+        launch(forward_kernel, (q.dtype, q.device, head_dim), programs, tensors, numbers, constants, num_warps=4)
+    return out, logsumexp
