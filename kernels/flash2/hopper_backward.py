@@ -470,10 +470,10 @@ class Config(NamedTuple):
 
 
 CONFIGS = {
-    (64, True): Config(64, 64, 4, 3, 3, 2),
-    (64, False): Config(64, 64, 4, 3, 3, 2),
-    (80, True): Config(64, 64, 4, 2, 2, 2),
-    (80, False): Config(64, 64, 4, 2, 2, 2),
+    (64, True): Config(64, 64, 4, 4, 2, 2),
+    (64, False): Config(64, 64, 4, 4, 2, 2),
+    (80, True): Config(64, 64, 4, 3, 2, 2),
+    (80, False): Config(64, 64, 4, 3, 2, 2),
     (96, True): Config(64, 128, 8, 2, 2, 1),
     (96, False): Config(64, 128, 8, 2, 2, 1),
     (128, True): Config(64, 128, 8, 2, 2, 1),
