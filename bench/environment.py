@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def environment() -> dict:
-    """The `environment` of a results file. The commit is the checkout's, or GIT_COMMIT's where there is no git."""
+    """The `environment` of a results file. The commit is GIT_COMMIT's, for copies of a tree, or else the checkout's."""
     cuda = torch.cuda.is_available()
     driver = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     return {
@@ -22,7 +22,7 @@ def environment() -> dict:
         "driver": _output(driver).partition("\n")[0] if cuda else None,
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "commit": _output(["git", "-C", str(ROOT), "rev-parse", "HEAD"]) or os.environ.get("GIT_COMMIT"),
+        "commit": os.environ.get("GIT_COMMIT") or _output(["git", "-C", str(ROOT), "rev-parse", "HEAD"]),
         "date": date.today().isoformat(),
     }
 
