@@ -25,7 +25,6 @@ from bench.attention import positive, results_folder, write
 from bench.cells import HIDDEN, TOKENS
 from bench.environment import environment
 from bench.timing import Gpu, sampler_of
-from errors import UserError
 from kernels.flash2 import flash2
 from kernels.standard import standard_attention
 from model.attention import sdpa
@@ -166,7 +165,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="file to write")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
-        sys.exit(f"error: {UserError('bench.features measures GPUs and finds none; run it where there is one')}")
+        sys.exit("error: bench.features measures GPUs and finds none; run it where there is one")
     gpu, results = Gpu(), {"environment": environment()}
     gpu.wake()
     for name in [arguments.only] if arguments.only else PARTS:

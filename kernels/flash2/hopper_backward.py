@@ -36,6 +36,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import mangle_type
 
 from kernels.flash2.launcher import descriptor, launch, strides
+from kernels.flash2.tiles import split_head_dim
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
@@ -480,7 +481,6 @@ CONFIGS = {
     (128, False): Config(64, 128, 8, 2, 2, 1),
 }
 
-_PARTS = {64: (64, 0), 80: (64, 16), 96: (64, 32), 128: (128, 0)}
 _LOADER_REGISTERS = 24  # the least there is
 _GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
@@ -501,7 +501,7 @@ def _main_arguments(
 ) -> tuple[tuple, tuple, tuple]:
     """The descriptors, numbers and constants of main_kernel."""
     heads, head_dim = q.shape[2:]
-    d0, d1 = _PARTS[head_dim]
+    d0, d1 = split_head_dim(head_dim)
 
     def parts(x: Tensor, rows: int) -> tuple:
         return _tiles_of(x, 1, rows, 1, d0), _tiles_of(x, 1, rows, 1, d1) if d1 else None
@@ -567,6 +567,6 @@ def backward_into(
         launch(delta_kernel, key, tiles, tensors, (*strides(out, dout), heads, seq_q), constants, num_warps=4)
         arguments = _main_arguments(accumulator, stats, dk, dv, dout, q, k, v, causal, scale, config)
         launch(main_kernel, key, batch * kv_heads * triton.cdiv(seq_k, config.n), *arguments, **config.options)
-        constants = config.m, *_PARTS[head_dim], *config.dq_warps
+        constants = config.m, *split_head_dim(head_dim), *config.dq_warps
         numbers = *strides(dq), heads, seq_q, scale
         launch(finish_kernel, key, tiles, (accumulator, dq), numbers, constants, num_warps=4)

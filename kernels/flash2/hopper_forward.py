@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.runtime.jit import mangle_type
 
 from kernels.flash2.launcher import descriptor, launch
+from kernels.flash2.tiles import split_head_dim
 
 LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
 LN_2: gl.constexpr = gl.constexpr(0.6931471805599453)
@@ -425,11 +426,6 @@ def forward_kernel(
     )
 
 
-def split(head_dim: int) -> tuple[int, int]:
-    """The two parts a head is read in: 80 as 64 and 16 columns, 128 whole."""
-    return (128, 0) if head_dim == 128 else (64, head_dim - 64)
-
-
 @cache
 def _shared_layout(columns: int) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(swizzle_byte_width=min(2 * columns, 128), element_bitwidth=16, rank=4)
@@ -451,7 +447,7 @@ def _section(heads: int, rows: int, programs: int, causal: bool) -> int:
 
 def _arguments(q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, config: Config) -> tuple:
     """The tensors that forward_kernel takes."""
-    d0, d1 = split(q.shape[3])
+    d0, d1 = split_head_dim(q.shape[3])
 
     def parts(x: Tensor, rows: int) -> tuple:
         whole = descriptor(x, [1, rows, 1, d0], _shared_layout(d0))
@@ -461,7 +457,14 @@ def _arguments(q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, 
 
 
 def _constants(head_dim: int, causal: bool, config: Config) -> tuple:
-    return config.n, config.stages, *split(head_dim), causal, config.consumer_registers, config.producer_registers
+    return (
+        config.n,
+        config.stages,
+        *split_head_dim(head_dim),
+        causal,
+        config.consumer_registers,
+        config.producer_registers,
+    )
 
 
 def compilation(head_dim: int, dtype: torch.dtype, causal: bool) -> tuple[dict, dict, dict]:

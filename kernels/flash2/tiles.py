@@ -42,6 +42,11 @@ def padded_head_dim(head_dim: int) -> int:
     return max(16, triton.next_power_of_2(head_dim))
 
 
+def split_head_dim(head_dim: int) -> tuple[int, int]:
+    """The two parts the warp-specialised kernels read a head in: 80 as 64 and 16 columns, 64 and 128 whole."""
+    return (128, 0) if head_dim == 128 else (64, head_dim - 64)
+
+
 def length_bucket(seq_len: int) -> str:
     return next((str(longest) for longest in LENGTHS if seq_len <= longest), "long")
 
