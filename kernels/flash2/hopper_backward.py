@@ -5,16 +5,17 @@ Low-precision", 2024, section 3.1 and appendix B.2). Three launches: delta_kerne
 fp32 accumulator of dQ; main_kernel computes dK and dV, a program owning N keys of one key/value head, and adds what its
 keys give to dQ to the accumulator; finish_kernel rounds the accumulator to dQ. In the main kernel one warp loads tiles
 by TMA, one sends tiles of dQ off by TMA's reduce-add, and the other warps compute. Additions to dQ come in no fixed
-order, so dQ may differ in its last bits from call to call; dK and dV do not.
+order, so dQ may differ in its last bits from call to call; dK and dV do not. Where that must not be, the main kernel
+leaves dQ to the plain one (FUSED is false).
 
 M rows of a query tile, N rows of a key tile. Columns come in a part 0 and a part 1, 64 + 16 for heads of 80, so that
 no product is padded; part 1 is empty for 64 and 128. Suffixes: _t transposed, [N, M]; _s in shared memory; 16 rounded
-to the inputs' dtype. Statistics of a query are its logsumexp in base 2, and delta = rowsum(dO o O).
+to the inputs' dtype. Statistics of a query are its logsumexp in base 2, delta = rowsum(dO o O) and, in dropout, its
+random number.
 """
 
 import itertools
 from functools import cache
-from typing import NamedTuple
 
 import torch
 import triton
@@ -35,8 +36,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import mangle_type
 
+from kernels.flash2.dropout import threshold
 from kernels.flash2.launcher import descriptor, launch, strides
-from kernels.flash2.tiles import split_head_dim
+from kernels.flash2.options import Options
+from kernels.flash2.tiles import SpecialisedBackward, padded_head_dim, split_head_dim
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
@@ -58,14 +61,16 @@ def _rows(x, batch, head, o_m, s_batch, s_row, s_head):
     return x + tl.multiple_of(head_start, 8) + tl.multiple_of(tl.cast(o_m, tl.int64) * s_row, 8)[:, None]
 
 
-@triton.jit(do_not_specialize=["so_b", "so_t", "so_h", "sdo_b", "sdo_t", "sdo_h", "heads", "seq_q"])
+@triton.jit(do_not_specialize=["so_b", "so_t", "so_h", "sdo_b", "sdo_t", "sdo_h", "heads", "seq_q", "seq_k"])
 def delta_kernel(
     out,
     dout,
     logsumexp,
     dlogsumexp,
+    numbers,
     stats,
     accumulator,
+    deltas,
     so_b,
     so_t,
     so_h,
@@ -74,17 +79,23 @@ def delta_kernel(
     sdo_h,
     heads,
     seq_q,
+    seq_k,
+    keep,
     M: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     D: tl.constexpr,
     LOGSUMEXP: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    FUSED: tl.constexpr,
 ):
-    """The statistics of a tile of M queries, stats (B * heads * tiles * 2, M) fp32, and zeros for their dQ.
+    """The statistics of a tile of M queries, stats (B * heads * tiles * STATS, M) fp32; STATS is 3 in dropout, else 2.
 
     Queries past seq_q, and those that see no key, get a logsumexp of +inf, so that their P is zero. Where the LOGSUMEXP
-    has a gradient too, it comes off delta, as in the plain kernels.
+    has a gradient too, it comes off delta, which is stored times `keep`, as in the plain kernels. Where FUSED the
+    accumulator of dQ is zeroed; elsewhere deltas, (B, heads, seq_q), is written for the plain kernel.
     Grid: B * heads * cdiv(seq_q, M).
     """
+    STATS: tl.constexpr = 3 if DROPOUT else 2
     tiles = tl.cdiv(seq_q, M)
     tile = tl.program_id(0)
     bh = tile // tiles
@@ -99,12 +110,18 @@ def delta_kernel(
         delta -= tl.load(dlogsumexp + row, mask=o_m < seq_q, other=0.0)
     lse = tl.load(logsumexp + row, mask=o_m < seq_q, other=float("inf"))
     lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
-    p_stats = stats + tl.cast(tile, tl.int64) * (2 * M) + tl.arange(0, M)
+    p_stats = stats + tl.cast(tile, tl.int64) * (STATS * M) + tl.arange(0, M)
     tl.store(p_stats, lse)
-    tl.store(p_stats + M, delta)
-    p_zeros = accumulator + tl.cast(tile, tl.int64) * (M * HEAD_DIM) + tl.arange(0, 1024)
-    for chunk in tl.static_range(M * HEAD_DIM // 1024):
-        tl.store(p_zeros + chunk * 1024, tl.zeros([1024], tl.float32))
+    tl.store(p_stats + M, delta * keep)
+    if DROPOUT:
+        p_numbers = numbers + tl.cast(bh, tl.int64) * (seq_q + seq_k) + o_m
+        tl.store(p_stats + 2 * M, tl.load(p_numbers, mask=o_m < seq_q, other=0).to(tl.float32, bitcast=True))
+    if FUSED:
+        p_zeros = accumulator + tl.cast(tile, tl.int64) * (M * HEAD_DIM) + tl.arange(0, 1024)
+        for chunk in tl.static_range(M * HEAD_DIM // 1024):
+            tl.store(p_zeros + chunk * 1024, tl.zeros([1024], tl.float32))
+    else:
+        tl.store(deltas + row, delta * keep, mask=o_m < seq_q)
 
 
 @gluon.jit
@@ -177,24 +194,26 @@ def _producer(
     M: gl.constexpr = q0.block_type.shape[1]
     QS: gl.constexpr = q0_s.shape[0]
     OS: gl.constexpr = do0_s.shape[0]
+    STATS: gl.constexpr = stats_s.shape[0] // QS
     K_BYTES: gl.constexpr = k0.block_type.nbytes + (k1.block_type.nbytes if D1 else 0)
-    Q_BYTES: gl.constexpr = q0.block_type.nbytes + (q1.block_type.nbytes if D1 else 0)
+    DO_BYTES: gl.constexpr = q0.block_type.nbytes + (q1.block_type.nbytes if D1 else 0)
+    Q_BYTES: gl.constexpr = DO_BYTES + STATS * stats.block_type.nbytes
     _load(k0, k1, k0_s, k1_s, k_full.index(0), batch, j, kv_head, K_BYTES, D1)
     for t in range(total):
         g = t // n
         m = first + t - g * n
         head = kv_head * groups + g
-        row = 2 * ((batch * heads + head) * tiles + m)
+        row = STATS * ((batch * heads + head) * tiles + m)
         s, o = t % QS, t % OS
         bar = q_full.index(s)
         mbarrier.wait(q_empty.index(s), (t // QS & 1) ^ 1)
-        _load(q0, q1, q0_s.index(s), q1_s.index(s), bar, batch, m * M, head, Q_BYTES + 2 * stats.block_type.nbytes, D1)
-        tma.async_copy_global_to_shared(stats, [row, 0], bar, stats_s.index(2 * s))
-        tma.async_copy_global_to_shared(stats, [row + 1, 0], bar, stats_s.index(2 * s + 1))
+        _load(q0, q1, q0_s.index(s), q1_s.index(s), bar, batch, m * M, head, Q_BYTES, D1)
+        for i in gl.static_range(STATS):
+            tma.async_copy_global_to_shared(stats, [row + i, 0], bar, stats_s.index(STATS * s + i))
         if t == 0:  # S needs K and Q first
             _load(v0, v1, v0_s, v1_s, k_full.index(1), batch, j, kv_head, K_BYTES, D1)
         mbarrier.wait(do_empty.index(o), (t // OS & 1) ^ 1)
-        _load(do0, do1, do0_s.index(o), do1_s.index(o), do_full.index(o), batch, m * M, head, Q_BYTES, D1)
+        _load(do0, do1, do0_s.index(o), do1_s.index(o), do_full.index(o), batch, m * M, head, DO_BYTES, D1)
 
 
 @gluon.jit
@@ -236,15 +255,19 @@ def _mask(s_t, j, i, seq_k, offset, N: gl.constexpr, M: gl.constexpr, CAUSAL: gl
 
 @gluon.jit
 def _consumer(
-    outputs, buffers, stats_s, ds_s, dq0_s, dq1_s, bars, batch, kv_head, j, seq_k, offset, first, full, n, total, scale,
-    WARPS: gl.constexpr, D1: gl.constexpr, CAUSAL: gl.constexpr,
+    outputs, buffers, stats_s, ds_s, dq0_s, dq1_s, bars,
+    batch, kv_head, j, shape, first, full, n, total, scale, dropout,
+    WARPS: gl.constexpr, D1: gl.constexpr, CAUSAL: gl.constexpr, DROPOUT: gl.constexpr, FUSED: gl.constexpr,
 ):  # fmt: skip
     """The computing warps: dK and dV of one key tile stay in registers over all the query tiles that see it.
 
     Both S^T = K Q^T and dP^T = V dO^T are issued before the exponential, which hides under the second; dS hides under
     P^T dO; and dQ is sent off while dS^T Q runs. P^T and dS^T are multiplied from registers; dS^T goes to shared memory
-    too, to be read there as the dS of dQ = dS K.
+    too, to be read there as the dS of dQ = dS K. In dropout the sign of P tells from there on what is dropped.
     """
+    heads, groups, seq_q, seq_k = shape
+    numbers, threshold, keep_scale = dropout
+    offset = seq_k - seq_q
     dk0, dk1, dv0, dv1 = outputs
     q0_s, q1_s, k0_s, k1_s, v0_s, v1_s, do0_s, do1_s = buffers
     k_full, q_full, q_empty, do_full, do_empty, dq_empty = bars
@@ -253,6 +276,7 @@ def _consumer(
     D0: gl.constexpr = k0_s.shape[3]
     QS: gl.constexpr = q0_s.shape[0]
     OS: gl.constexpr = do0_s.shape[0]
+    STATS: gl.constexpr = 3 if DROPOUT else 2
     PARTS: gl.constexpr = 2 if D1 else 1
     dtype: gl.constexpr = q0_s.dtype
     WM: gl.constexpr = WARPS if M >= 16 * WARPS else 4
@@ -277,6 +301,9 @@ def _consumer(
         dv_1 = warpgroup_mma_init(gl.zeros([N, D1], gl.float32, K1L))
     scale_log2 = scale * LOG2_E
     zeros = gl.zeros([N, M], gl.float32, SL)
+    if DROPOUT:
+        o_j = j + gl.arange(0, N, layout=gl.SliceLayout(1, SL))
+        p_keys = numbers + (batch * heads + kv_head * groups).to(gl.int64) * (seq_q + seq_k) + seq_q + o_j
     mbarrier.wait(k_full.index(0), 0)
     mbarrier.wait(k_full.index(1), 0)
     for t in range(total):
@@ -292,40 +319,55 @@ def _consumer(
         dp_t = _transposed_product(b_v0, b_v1, b_do0, b_do1, zeros, D1)
         s_t = warpgroup_mma_wait(PARTS, deps=(s_t,))
         # Read no sooner: these registers are wanted until S is done. So for delta.
-        lse = stats_s.index(2 * s).reshape([M]).load(ROW)
+        lse = stats_s.index(STATS * s).reshape([M]).load(ROW)
         if m * M < full:
             s_t = _mask(s_t, j, m * M, seq_k, offset, N, M, CAUSAL)
         p_t = gl.exp2(s_t * scale_log2 - lse[None, :])
-        p16 = p_t.to(dtype)
+        if DROPOUT:
+            of_keys = gl.load(p_keys + t // n * (seq_q + seq_k), mask=o_j < seq_k, other=0).to(gl.uint32, bitcast=True)
+            of_queries = stats_s.index(STATS * s + 2).reshape([M]).load(ROW).to(gl.uint32, bitcast=True)
+            kept = of_keys[:, None] * of_queries[None, :] >= threshold.to(gl.uint32, bitcast=True)
+            p_t = gl.where(kept, p_t, -p_t)
+            p16 = gl.maximum(p_t, 0.0).to(dtype)
+        else:
+            p16 = p_t.to(dtype)
         dv = warpgroup_mma(gl.convert_layout(p16, A0L), b_do0, dv, is_async=True)
         if D1:
             dv_1 = warpgroup_mma(gl.convert_layout(p16, A1L), b_do1, dv_1, is_async=True)
         dp_t = warpgroup_mma_wait(PARTS, deps=(dp_t,))
-        delta = stats_s.index(2 * s + 1).reshape([M]).load(ROW)
-        ds16 = (p_t * (dp_t - delta[None, :])).to(dtype)
-        ds_s.store(ds16)
-        fence_async_shared()
+        delta = stats_s.index(STATS * s + 1).reshape([M]).load(ROW)
+        if DROPOUT:
+            ds16 = (p_t * gl.where(p_t > 0.0, dp_t - delta[None, :], delta[None, :])).to(dtype)
+        else:
+            ds16 = (p_t * (dp_t - delta[None, :])).to(dtype)
+        if FUSED:
+            ds_s.store(ds16)
+            fence_async_shared()
         _barrier()
         if t > 0:  # all warps are past dK of the tile before
             mbarrier.arrive(q_empty.index((t - 1) % QS), count=1)
-        dq = gl.zeros([M, D0], gl.float32, Q0L)
-        dq = warpgroup_mma(ds_s.permute([1, 0]), b_k0, dq, use_acc=False, is_async=True)
-        if D1:
-            dq_1 = gl.zeros([M, D1], gl.float32, Q1L)
-            dq_1 = warpgroup_mma(ds_s.permute([1, 0]), b_k1, dq_1, use_acc=False, is_async=True)
+        if FUSED:
+            dq = gl.zeros([M, D0], gl.float32, Q0L)
+            dq = warpgroup_mma(ds_s.permute([1, 0]), b_k0, dq, use_acc=False, is_async=True)
+            if D1:
+                dq_1 = gl.zeros([M, D1], gl.float32, Q1L)
+                dq_1 = warpgroup_mma(ds_s.permute([1, 0]), b_k1, dq_1, use_acc=False, is_async=True)
         dk = warpgroup_mma(gl.convert_layout(ds16, A0L), b_q0, dk, is_async=True)
         if D1:
             dk_1 = warpgroup_mma(gl.convert_layout(ds16, A1L), b_q1, dk_1, is_async=True)
-            dq, dq_1, dv, dv_1 = warpgroup_mma_wait(PARTS, deps=(dq, dq_1, dv, dv_1))
+            dv, dv_1 = warpgroup_mma_wait(PARTS, deps=(dv, dv_1))
             dv_1 = warpgroup_mma_init(dv_1)
         else:
-            dq, dv = warpgroup_mma_wait(PARTS, deps=(dq, dv))
+            dv = warpgroup_mma_wait(PARTS, deps=(dv,))
         dv = warpgroup_mma_init(dv)
-        mbarrier.wait(dq_empty, (t & 1) ^ 1)
-        dq0_s.reshape([M * D0]).store(_in_register_order(dq, M, D0, WM, WN))
-        if D1:
-            dq1_s.reshape([M * D1]).store(_in_register_order(dq_1, M, D1, WM, WN))
-        fence_async_shared()
+        if FUSED:
+            mbarrier.wait(dq_empty, (t & 1) ^ 1)
+            dq = warpgroup_mma_wait(PARTS, deps=(dq,))
+            dq0_s.reshape([M * D0]).store(_in_register_order(dq, M, D0, WM, WN))
+            if D1:
+                dq_1 = warpgroup_mma_wait(PARTS, deps=(dq_1,))
+                dq1_s.reshape([M * D1]).store(_in_register_order(dq_1, M, D1, WM, WN))
+            fence_async_shared()
         _barrier()
         mbarrier.arrive(do_empty.index(o), count=1)
         if D1:
@@ -340,11 +382,11 @@ def _consumer(
     else:
         b_dk, b_dv = warpgroup_mma_wait(0, deps=(dk, dv))
     _barrier()
-    b_v0.store(b_dv.to(dtype))
-    b_k0.store((b_dk * scale).to(dtype))
+    b_v0.store((b_dv * keep_scale).to(dtype))
+    b_k0.store((b_dk * (scale * keep_scale)).to(dtype))
     if D1:
-        b_v1.store(b_dv1.to(dtype))
-        b_k1.store((b_dk1 * scale).to(dtype))
+        b_v1.store((b_dv1 * keep_scale).to(dtype))
+        b_k1.store((b_dk1 * (scale * keep_scale)).to(dtype))
     fence_async_shared()
     _barrier()
     tma.async_copy_shared_to_global(dv0, [batch, j, kv_head, 0], v0_s)
@@ -369,33 +411,44 @@ def _shared(x, STAGES: gl.constexpr):
     return gl.allocate_shared_memory(x.dtype, shape, x.layout)
 
 
-@gluon.jit(do_not_specialize=["heads", "groups", "seq_q", "seq_k"])
+@gluon.jit
+def _place(all_heads, key_tiles, section):
+    """This program's head and key tile: one section of heads before the next, and in it the first tiles of keys first.
+
+    Under a causal mask those take longest.
+    """
+    program = gl.program_id(0)
+    first = program // (section * key_tiles) * section
+    program -= first * key_tiles
+    width = gl.minimum(section, all_heads - first)
+    return first + program % width, program // width
+
+
+@gluon.jit(do_not_specialize=["batches", "heads", "groups", "seq_q", "seq_k", "section", "threshold"])
 def main_kernel(
-    q0, q1, k0, k1, v0, v1, do0, do1, stats, dq0, dq1, dk0, dk1, dv0, dv1,
-    heads, groups, seq_q, seq_k, scale,
+    q0, q1, k0, k1, v0, v1, do0, do1, stats, dq0, dq1, dk0, dk1, dv0, dv1, numbers,
+    batches, heads, groups, seq_q, seq_k, section, scale, threshold, keep_scale,
     D1: gl.constexpr, WARPS: gl.constexpr, QS: gl.constexpr, OS: gl.constexpr, CAUSAL: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    DROPOUT: gl.constexpr, FUSED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dK and dV, and the sum of dQ: WARPS warps compute, and two more, of REGISTERS each, load tiles and add up dQ.
 
     q0 to do1, dk0 to dv1: descriptors of the two parts of (B, length, heads, HEAD_DIM), None for an empty part 1.
-    stats as delta_kernel writes it; dq0, dq1 the accumulator in rows of 256 floats.
-    Grid: B * (heads / groups) * cdiv(seq_k, N); causal keys are longest at the start, as launched.
+    stats as delta_kernel writes it; dq0, dq1 the accumulator in rows of 256 floats, None where dQ is not FUSED; numbers
+    dropout's, or None.
+    Grid: B * (heads / groups) * cdiv(seq_k, N), in the order of _place.
     """
     M: gl.constexpr = q0.block_type.shape[1]
     N: gl.constexpr = k0.block_type.shape[1]
     dtype: gl.constexpr = q0.dtype
-    key_tiles = gl.cdiv(seq_k, N)
     kv_heads = heads // groups
-    bg = gl.program_id(0) // key_tiles
-    batch, kv_head = bg // kv_heads, bg % kv_heads
-    j = gl.program_id(0) % key_tiles * N
+    bg, tile = _place(batches * kv_heads, gl.cdiv(seq_k, N), section)
+    batch, kv_head, j = bg // kv_heads, bg % kv_heads, tile * N
     tiles = gl.cdiv(seq_q, M)
-    offset = seq_k - seq_q
     first, full = 0, 0
     if CAUSAL:
-        first = gl.maximum(j - offset, 0) // M
-        full = gl.maximum(j + N - 1 - offset, 0)
+        first = gl.maximum(j - (seq_k - seq_q), 0) // M
+        full = gl.maximum(j + N - 1 - (seq_k - seq_q), 0)
     full = gl.where(j + N > seq_k, seq_q, full)
     n = tiles - first
     total = n * groups
@@ -404,28 +457,38 @@ def main_kernel(
     v0_s = gl.allocate_shared_memory(dtype, v0.block_type.shape, v0.layout)
     q0_s = _shared(q0, QS)
     do0_s = _shared(do0, OS)
-    stats_s = _shared(stats, 2 * QS)
-    ds_s = gl.allocate_shared_memory(dtype, [N, M], gl.NVMMASharedLayout.get_default_for([N, M], dtype))
-    dq0_s = gl.allocate_shared_memory(gl.float32, dq0.block_type.shape, dq0.layout)
+    stats_s = _shared(stats, 3 * QS if DROPOUT else 2 * QS)
+    ds_s, dq0_s, dq1_s = k0_s, stats_s.index(0), stats_s.index(0)
+    if FUSED:
+        ds_s = gl.allocate_shared_memory(dtype, [N, M], gl.NVMMASharedLayout.get_default_for([N, M], dtype))
+        dq0_s = gl.allocate_shared_memory(gl.float32, dq0.block_type.shape, dq0.layout)
+        if D1:
+            dq1_s = gl.allocate_shared_memory(gl.float32, dq1.block_type.shape, dq1.layout)
+        else:
+            dq1, dq1_s = dq0, dq0_s
+    else:  # no tile of dQ will come
+        dq0, dq1 = stats, stats
     if D1:
         k1_s = gl.allocate_shared_memory(dtype, k1.block_type.shape, k1.layout)
         v1_s = gl.allocate_shared_memory(dtype, v1.block_type.shape, v1.layout)
         q1_s = _shared(q1, QS)
         do1_s = _shared(do1, OS)
-        dq1_s = gl.allocate_shared_memory(gl.float32, dq1.block_type.shape, dq1.layout)
     else:
-        k1_s, v1_s, q1_s, do1_s, dq1_s = k0_s, v0_s, q0_s, do0_s, dq0_s
-        q1, k1, v1, do1, dq1, dk1, dv1 = q0, k0, v0, do0, dq0, dk0, dv0
+        k1_s, v1_s, q1_s, do1_s = k0_s, v0_s, q0_s, do0_s
+        q1, k1, v1, do1, dk1, dv1 = q0, k0, v0, do0, dk0, dv0
     bars = (_barriers(2), _barriers(QS), _barriers(QS), _barriers(OS), _barriers(OS), _barriers(1).index(0))
     inputs = (q0, q1, k0, k1, v0, v1, do0, do1)
     outputs = (dk0, dk1, dv0, dv1)
     buffers = (q0_s, q1_s, k0_s, k1_s, v0_s, v1_s, do0_s, do1_s)
+    shape = (heads, groups, seq_q, seq_k)
+    dropout = (numbers, threshold, keep_scale)
+    added = total if FUSED else 0
     gl.warp_specialize(
         [
             (
                 _consumer,
-                (outputs, buffers, stats_s, ds_s, dq0_s, dq1_s, bars, batch, kv_head, j, seq_k, offset, first, full,
-                 n, total, scale, WARPS, D1, CAUSAL),
+                (outputs, buffers, stats_s, ds_s, dq0_s, dq1_s, bars, batch, kv_head, j, shape, first, full,
+                 n, total, scale, dropout, WARPS, D1, CAUSAL, DROPOUT, FUSED),
             ),
             (
                 _producer,
@@ -433,53 +496,13 @@ def main_kernel(
             ),
             (
                 _reducer,
-                (dq0, dq1, dq0_s, dq1_s, bars, batch, kv_head, heads, groups, tiles, first, n, total, D1),
+                (dq0, dq1, dq0_s, dq1_s, bars, batch, kv_head, heads, groups, tiles, first, n, added, D1),
             ),
         ],
         [1, 1],
         [REGISTERS, REGISTERS],
     )  # fmt: skip
 
-
-class Config(NamedTuple):
-    """How main_kernel is launched for one (head_dim, causal)."""
-
-    m: int
-    """Rows of a query tile."""
-    n: int
-    """Rows of a key tile."""
-    warps: int
-    """Warps that compute; four more load, add up dQ, or idle."""
-    q_stages: int
-    """Tiles of Q in shared memory, and of the statistics."""
-    do_stages: int
-    """Tiles of dO in shared memory."""
-    resident: int
-    """Programs on a multiprocessor at a time, which share its registers."""
-
-    @property
-    def options(self) -> dict[str, int]:
-        """Compiler options. The warps start out with equal shares of the registers, in multiples of 8."""
-        registers = 65536 // (self.resident * (self.warps + 4) * 32) // 8 * 8
-        return {"num_warps": self.warps, "maxnreg": min(registers, 248)}
-
-    @property
-    def dq_warps(self) -> tuple[int, int]:
-        """How dQ's product lays the warps over rows and columns."""
-        rows = self.warps if self.m >= 16 * self.warps else 4
-        return rows, self.warps // rows
-
-
-CONFIGS = {
-    (64, True): Config(64, 64, 4, 4, 2, 2),
-    (64, False): Config(64, 64, 4, 4, 2, 2),
-    (80, True): Config(64, 64, 4, 3, 2, 2),
-    (80, False): Config(64, 64, 4, 3, 2, 2),
-    (96, True): Config(64, 128, 8, 2, 2, 1),
-    (96, False): Config(64, 128, 8, 2, 2, 1),
-    (128, True): Config(64, 128, 8, 2, 2, 1),
-    (128, False): Config(64, 128, 8, 2, 2, 1),
-}
 
 _LOADER_REGISTERS = 24  # the least there is
 _GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
@@ -496,38 +519,62 @@ def _tiles_of(x: Tensor, *block: int) -> TensorDescriptor:
     return descriptor(x, list(block), _layout(block, x.dtype))
 
 
+@cache
+def _section(key_tiles: int, resident: int, causal: bool, device: torch.device) -> int:
+    """How many heads _place deals out together: as many as run at a time where tiles differ in length, else one."""
+    programs = resident * torch.cuda.get_device_properties(device).multi_processor_count
+    return max(programs // key_tiles, 1) if causal else 1
+
+
 def _main_arguments(
-    accumulator, stats, dk, dv, dout, q, k, v, causal: bool, scale: float, config: Config
+    accumulator: Tensor | None,
+    stats,
+    dk,
+    dv,
+    dout,
+    q,
+    k,
+    v,
+    options: Options,
+    section: int,
+    config: SpecialisedBackward,
 ) -> tuple[tuple, tuple, tuple]:
-    """The descriptors, numbers and constants of main_kernel."""
-    heads, head_dim = q.shape[2:]
+    """The tensors, numbers and constants of main_kernel; without an accumulator it leaves dQ out."""
+    batch, seq_q, heads, head_dim = q.shape
     d0, d1 = split_head_dim(head_dim)
+    fused, dropout = accumulator is not None, options.dropout_p > 0
 
     def parts(x: Tensor, rows: int) -> tuple:
         return _tiles_of(x, 1, rows, 1, d0), _tiles_of(x, 1, rows, 1, d1) if d1 else None
 
-    floats = accumulator.view(-1, 256)
-    dq0 = _tiles_of(floats, config.m * d0 // 256, 256)
-    dq1 = _tiles_of(floats, config.m * d1 // 256, 256) if d1 else None
-    descriptors = (
+    floats = accumulator.view(-1, 256) if fused else None
+    dq0 = _tiles_of(floats, config.m * d0 // 256, 256) if fused else None
+    dq1 = _tiles_of(floats, config.m * d1 // 256, 256) if fused and d1 else None
+    tensors = (
         *(*parts(q, config.m), *parts(k, config.n), *parts(v, config.n), *parts(dout, config.m)),
-        *(_tiles_of(stats, 1, config.m), dq0, dq1, *parts(dk, config.n), *parts(dv, config.n)),
+        *(_tiles_of(stats, 1, config.m), dq0, dq1, *parts(dk, config.n), *parts(dv, config.n), options.numbers),
     )
-    numbers = heads, heads // k.shape[2], q.shape[1], k.shape[1], scale
-    return descriptors, numbers, (d1, config.warps, config.q_stages, config.do_stages, causal, _LOADER_REGISTERS)
+    sizes = batch, heads, heads // k.shape[2], seq_q, k.shape[1], section
+    numbers = *sizes, options.scale, threshold(options.dropout_p), 1 / (1 - options.dropout_p)
+    stages = config.q_stages, config.do_stages
+    return tensors, numbers, (d1, config.warps, *stages, options.causal, dropout, fused, _LOADER_REGISTERS)
 
 
-def compilation(head_dim: int, dtype: torch.dtype, causal: bool) -> tuple[dict, dict, dict]:
-    """Signature, constants and options of main_kernel as shipped, to compile it ahead of time."""
-    config = CONFIGS[head_dim, causal]
+def compilation(
+    head_dim: int, dtype: torch.dtype, causal: bool, dropout: bool, config: SpecialisedBackward
+) -> tuple[dict, dict, dict]:
+    """Signature, constants and options of main_kernel, to compile it ahead of time."""
     x = torch.empty((1, config.n, 1, head_dim), dtype=dtype)
-    accumulator, stats = torch.empty(config.m * head_dim), torch.empty((2, config.m))
-    arguments = itertools.chain(*_main_arguments(accumulator, stats, x, x, x, x, x, x, causal, 1.0, config))
+    accumulator, stats = torch.empty(config.m * head_dim) if config.fused else None, torch.empty((3, config.m))
+    options = (
+        Options(torch.empty(1, dtype=torch.int32), None, causal, 0, 1.0, 0.1) if dropout else Options(causal=causal)
+    )
+    arguments = itertools.chain(*_main_arguments(accumulator, stats, x, x, x, x, x, x, options, 1, config))
     signature, constants = {}, {}
     for i, (parameter, argument) in enumerate(zip(main_kernel.params, arguments, strict=True)):
         if parameter.is_constexpr or argument is None:
             signature[parameter.name], constants[(i,)] = "constexpr", argument
-        elif isinstance(argument, TensorDescriptor):
+        elif isinstance(argument, (TensorDescriptor, Tensor)):
             signature[parameter.name] = mangle_type(argument)
         else:
             signature[parameter.name] = "fp32" if isinstance(argument, float) else "i32"
@@ -545,28 +592,36 @@ def backward_into(
     out: Tensor,
     logsumexp: Tensor,
     dlogsumexp: Tensor | None,
-    causal: bool,
-    scale: float,
-    config: Config | None = None,
-) -> None:
+    options: Options,
+    config: SpecialisedBackward,
+) -> Tensor | None:
     """Writes the gradients of O = attention(q, k, v) into dq, dk and dv, which may be views of a packed gradient.
 
-    q, dq, out, dout (B, T, H, D), k, v, dk, dv (B, S, G, D), all of one 16-bit dtype, D a key of CONFIGS, unit stride
-    along D, other strides and addresses multiples of 16 bytes and no stride zero; logsumexp and its gradient, if it has
-    one, (B, H, T) fp32, natural, contiguous. `config` is for those who tune; the table's by default.
+    q, dq, out, dout (B, T, H, D), k, v, dk, dv (B, S, G, D), all of one 16-bit dtype, D one that the table
+    has, unit stride along D, other strides and addresses multiples of 16 bytes and no stride zero; logsumexp and its
+    gradient, if it has one, (B, H, T) fp32, natural, contiguous. Options without window or documents. Where config is
+    not fused dq is left out, and the deltas (B, H, T) are returned with which the plain kernel computes it.
     """
     (batch, seq_q, heads, head_dim), (seq_k, kv_heads) = q.shape, k.shape[1:3]
-    config = config or CONFIGS[head_dim, causal]
-    tiles = batch * heads * triton.cdiv(seq_q, config.m)
+    fused, dropout = config.fused, options.dropout_p > 0
+    tiles, key_tiles = batch * heads * -(-seq_q // config.m), -(-seq_k // config.n)
     with torch.cuda.device_of(q):
-        stats = torch.empty((2 * tiles, config.m), dtype=torch.float32, device=q.device)
-        accumulator = torch.empty(tiles * config.m * head_dim, dtype=torch.float32, device=q.device)
+        stats = torch.empty(((3 if dropout else 2) * tiles, config.m), dtype=torch.float32, device=q.device)
+        accumulator, deltas = None, None
+        if fused:
+            accumulator = torch.empty(tiles * config.m * head_dim, dtype=torch.float32, device=q.device)
+        else:
+            deltas = torch.empty_like(logsumexp)
         key = q.dtype, q.device, head_dim, config
-        tensors = out, dout, logsumexp, dlogsumexp, stats, accumulator
-        constants = config.m, head_dim, triton.next_power_of_2(head_dim), dlogsumexp is not None
-        launch(delta_kernel, key, tiles, tensors, (*strides(out, dout), heads, seq_q), constants, num_warps=4)
-        arguments = _main_arguments(accumulator, stats, dk, dv, dout, q, k, v, causal, scale, config)
-        launch(main_kernel, key, batch * kv_heads * triton.cdiv(seq_k, config.n), *arguments, **config.options)
-        constants = config.m, *split_head_dim(head_dim), *config.dq_warps
-        numbers = *strides(dq), heads, seq_q, scale
-        launch(finish_kernel, key, tiles, (accumulator, dq), numbers, constants, num_warps=4)
+        tensors = out, dout, logsumexp, dlogsumexp, options.numbers, stats, accumulator, deltas
+        numbers = *strides(out, dout), heads, seq_q, seq_k, 1 - options.dropout_p
+        constants = config.m, head_dim, padded_head_dim(head_dim), dlogsumexp is not None, dropout, fused
+        launch(delta_kernel, key, tiles, tensors, numbers, constants, num_warps=4)
+        section = _section(key_tiles, config.resident, options.causal, q.device)
+        arguments = _main_arguments(accumulator, stats, dk, dv, dout, q, k, v, options, section, config)
+        launch(main_kernel, key, batch * kv_heads * key_tiles, *arguments, **config.options)
+        if fused:
+            constants = config.m, *split_head_dim(head_dim), *config.dq_warps
+            numbers = *strides(dq), heads, seq_q, options.scale / (1 - options.dropout_p)
+            launch(finish_kernel, key, tiles, (accumulator, dq), numbers, constants, num_warps=4)
+    return deltas

@@ -13,7 +13,6 @@ fp32.
 
 from functools import cache
 from math import gcd
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,36 +27,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.runtime.jit import mangle_type
 
+from kernels.flash2.dropout import threshold
 from kernels.flash2.launcher import descriptor, launch
-from kernels.flash2.tiles import split_head_dim
+from kernels.flash2.options import Options
+from kernels.flash2.tiles import SpecialisedForward, split_head_dim
+from kernels.flash2.triton_kernels import natural_logsumexp
 
 LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
-LN_2: gl.constexpr = gl.constexpr(0.6931471805599453)
 CONSUMERS: gl.constexpr = gl.constexpr(2)  # warpgroups
 ROWS: gl.constexpr = gl.constexpr(64)  # of one consumer: the M of wgmma
 M: gl.constexpr = gl.constexpr(128)  # of all consumers
-
-
-class Config(NamedTuple):
-    """How forward_kernel is launched for one (head_dim, causal)."""
-
-    n: int
-    """Keys of a block."""
-    stages: int
-    """Blocks of K and of V in flight."""
-    consumer_registers: int
-    producer_registers: int
-
-
-# Blocks of 128 keys are up to 18 % faster at head 128 from 4k on, but spill registers where one tile follows another.
-CONFIGS = {
-    (80, True): Config(128, 3, 240, 24),
-    (80, False): Config(64, 4, 240, 24),
-    (96, True): Config(128, 2, 240, 24),
-    (96, False): Config(64, 4, 240, 24),
-    (128, True): Config(64, 4, 240, 24),
-    (128, False): Config(64, 4, 240, 24),
-}
+CONSUMER_REGISTERS = 240  # of a thread, which leaves the producer the least there is
+PRODUCER_REGISTERS = 24
 
 
 @gluon.constexpr_function
@@ -206,6 +187,39 @@ def _softmax(s, m, l, scale_log2):
 
 
 @gluon.jit
+def _of_queries(numbers, batch, head, i, shape, N: gl.constexpr, DROPOUT: gl.constexpr):
+    """Dropout's random numbers of the rows i to i + 64."""
+    if DROPOUT:
+        heads, seq_q, seq_k = shape[1], shape[2], shape[3]
+        o_i = i + gl.arange(0, ROWS, layout=gl.SliceLayout(1, _accumulator_layout(N)))
+        p_head = numbers + (batch * heads + head).to(gl.int64) * (seq_q + seq_k)
+        return gl.load(p_head + o_i, mask=o_i < seq_q, other=0).to(gl.uint32, bitcast=True)
+    else:
+        return 0
+
+
+@gluon.jit
+def _of_keys(numbers, batch, head, j, shape, N: gl.constexpr, DROPOUT: gl.constexpr):
+    """Those of the keys j to j + N."""
+    if DROPOUT:
+        heads, seq_q, seq_k = shape[1], shape[2], shape[3]
+        o_j = j + gl.arange(0, N, layout=gl.SliceLayout(0, _accumulator_layout(N)))
+        p_head = numbers + (batch * heads + head).to(gl.int64) * (seq_q + seq_k) + seq_q
+        return gl.load(p_head + o_j, mask=o_j < seq_k, other=0).to(gl.uint32, bitcast=True)
+    else:
+        return 0
+
+
+@gluon.jit
+def _drop(p, of_queries, of_keys, threshold, DROPOUT: gl.constexpr):
+    """P without what dropout drops, see dropout.py."""
+    if DROPOUT:
+        return gl.where(of_queries[:, None] * of_keys[None, :] >= threshold.to(gl.uint32, bitcast=True), p, 0.0)
+    else:
+        return p
+
+
+@gluon.jit
 def _operand(p, dtype: gl.constexpr, D0: gl.constexpr):
     layout: gl.constexpr = gl.DotOperandLayout(0, _accumulator_layout(D0), 2)
     return gl.convert_layout(p.to(dtype), layout)
@@ -233,11 +247,14 @@ def _wait(pending: gl.constexpr, acc0, acc1, p, D1: gl.constexpr):
 
 @gluon.jit
 def _walk(
-    it, p, m, l, q0, q1, rings, i, full_blocks, own, shape, scale_log2,
+    it, p, m, l, q0, q1, rings, batch, head, i, full_blocks, own, shape, scale_log2, dropout,
     N: gl.constexpr, STAGES: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, CAUSAL: gl.constexpr,
+    DROPOUT: gl.constexpr,
 ):  # fmt: skip
     """Key blocks 1 to own of a tile whose block 0 is the it-th of this program: S of each, PV of the one before."""
     _q_slots, k_slots, v_slots, _q_full, _q_empty, full, empty = rings
+    numbers, threshold, _ = dropout
+    of_queries = _of_queries(numbers, batch, head, i, shape, N, DROPOUT)
     acc0 = warpgroup_mma_init(gl.zeros([ROWS, D0], gl.float32, _accumulator_layout(D0)))
     acc1 = 0
     if D1:
@@ -248,11 +265,12 @@ def _walk(
         slot = (it + j) % STAGES
         s = _scores(q0, q1, k_slots, slot, N, D0, D1)
         acc0, acc1 = _values(p, v_slots, slot, acc0, acc1, N, D0, D1)
+        of_keys = _of_keys(numbers, batch, head, j * N, shape, N, DROPOUT)
         s = warpgroup_mma_wait(2 if D1 else 1, deps=(s,))
         if j >= full_blocks:
             s = _mask(s, i, j * N, shape[2], shape[3], N, CAUSAL)
         b_p, m, l, alpha = _softmax(s, m, l, scale_log2)
-        p_next = _operand(b_p, p.dtype, D0)
+        p_next = _operand(_drop(b_p, of_queries, of_keys, threshold, DROPOUT), p.dtype, D0)
         # Also keeps the exponentials above the wait for PV, which they are to run under: the assembler moves them past
         # no loop, and this wait is one.
         _await(full, it + j + 1, STAGES)
@@ -278,13 +296,13 @@ def _store(p_out, stride, acc, inverse, i, seq_q, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def _finish(out, logsumexp, acc0, acc1, m, l, batch, head, i, shape, D0: gl.constexpr, D1: gl.constexpr):
+def _finish(out, logsumexp, acc0, acc1, m, l, keep_scale, batch, head, i, shape, D0: gl.constexpr, D1: gl.constexpr):
     """Writes O and the logsumexp of the rows i to i + 64."""
     heads, seq_q = shape[1], shape[2]
     o_i = i + gl.arange(0, ROWS, layout=m.type.layout)
     p_lse = logsumexp + (batch * heads + head).to(gl.int64) * seq_q
-    gl.store(p_lse + o_i, (m + gl.log2(l)) * LN_2, mask=o_i < seq_q)
-    inverse = 1.0 / gl.where(l == 0.0, 1.0, l)
+    gl.store(p_lse + o_i, natural_logsumexp(m, l), mask=o_i < seq_q)
+    inverse = keep_scale / gl.where(l == 0.0, 1.0, l)
     stride = heads * (D0 + D1)
     p_out = out + batch.to(gl.int64) * seq_q * stride + head * (D0 + D1)
     _store(p_out, stride, acc0, inverse, i, seq_q, D0)
@@ -303,12 +321,14 @@ def _queries(q_slots, slot, D0: gl.constexpr, D1: gl.constexpr):
 
 @gluon.jit
 def _consumer(
-    C: gl.constexpr, rings, writes, shape,
+    C: gl.constexpr, rings, writes, shape, dropout,
     N: gl.constexpr, STAGES: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, CAUSAL: gl.constexpr,
+    DROPOUT: gl.constexpr,
 ):  # fmt: skip
     """Rows 64 C to 64 C + 64 of every tile of this program."""
     q_slots, k_slots, v_slots, q_full, q_empty, full, empty = rings
     out, logsumexp, scale_log2 = writes
+    numbers, threshold, keep_scale = dropout
     batches, heads, seq_q, seq_k = shape[0], shape[1], shape[2], shape[3]
     LAYOUT: gl.constexpr = gl.SliceLayout(1, _accumulator_layout(N))
     count = _count(batches * heads * gl.cdiv(seq_q, M))
@@ -328,7 +348,9 @@ def _consumer(
     if first_full == 0:
         s = _mask(s, i, 0, seq_q, seq_k, N, CAUSAL)
     b_p, m, l, _ = _softmax(s, none, zero, scale_log2)
-    p = _operand(b_p, out.dtype.element_ty, D0)
+    of_queries = _of_queries(numbers, batch, head, i, shape, N, DROPOUT)
+    of_keys = _of_keys(numbers, batch, head, 0, shape, N, DROPOUT)
+    p = _operand(_drop(b_p, of_queries, of_keys, threshold, DROPOUT), out.dtype.element_ty, D0)
     _await(full, 1, STAGES)
 
     for n in range(count):
@@ -336,8 +358,9 @@ def _consumer(
         q_slot = n % 2 * CONSUMERS + C
         q0, q1 = _queries(q_slots, q_slot, D0, D1)
         p, acc0, acc1, m, l = _walk(
-            it, p, m, l, q0, q1, rings, i, full_blocks, own, shape, scale_log2, N, STAGES, D0, D1, CAUSAL
-        )
+            it, p, m, l, q0, q1, rings, batch, head, i, full_blocks, own, shape, scale_log2, dropout,
+            N, STAGES, D0, D1, CAUSAL, DROPOUT,
+        )  # fmt: skip
         mbarrier.arrive(q_empty.index(q_slot))
         v_slot = (it + own) % STAGES
         if n + 1 < count:
@@ -354,23 +377,25 @@ def _consumer(
             mbarrier.wait(q_full.index(q_slot), (n + 1) // 2 & 1)
             s = _scores(q0, q1, k_slots, it % STAGES, N, D0, D1)
             acc0, acc1 = _values(p, v_slots, v_slot, acc0, acc1, N, D0, D1)
+            of_queries = _of_queries(numbers, next_batch, next_head, next_i, shape, N, DROPOUT)
+            of_keys = _of_keys(numbers, next_batch, next_head, 0, shape, N, DROPOUT)
             s = warpgroup_mma_wait(2 if D1 else 1, deps=(s,))
             if next_full == 0:
                 s = _mask(s, next_i, 0, seq_q, seq_k, N, CAUSAL)
             b_p, next_m, next_l, _ = _softmax(s, none, zero, scale_log2)
-            p_next = _operand(b_p, p.dtype, D0)
+            p_next = _operand(_drop(b_p, of_queries, of_keys, threshold, DROPOUT), p.dtype, D0)
             _await(full, it + 1, STAGES)
             out0, out1, p = _wait(0, acc0, acc1, p, D1)
             mbarrier.arrive(empty.index(it % STAGES))
             if not shared:
                 mbarrier.arrive(empty.index(v_slot))
-            _finish(out, logsumexp, out0, out1, m, l, batch, head, i, shape, D0, D1)
+            _finish(out, logsumexp, out0, out1, m, l, keep_scale, batch, head, i, shape, D0, D1)
             p, m, l = p_next, next_m, next_l
             batch, head, i = next_batch, next_head, next_i
         else:
             acc0, acc1 = _values(p, v_slots, v_slot, acc0, acc1, N, D0, D1)
             out0, out1, p = _wait(0, acc0, acc1, p, D1)
-            _finish(out, logsumexp, out0, out1, m, l, batch, head, i, shape, D0, D1)
+            _finish(out, logsumexp, out0, out1, m, l, keep_scale, batch, head, i, shape, D0, D1)
 
 
 @gluon.jit
@@ -394,17 +419,18 @@ def _barriers(SLOTS: gl.constexpr, READERS: gl.constexpr):
     return full, empty
 
 
-@gluon.jit(do_not_specialize=["batches", "heads", "groups", "seq_q", "seq_k", "section"])
+@gluon.jit(do_not_specialize=["batches", "heads", "groups", "seq_q", "seq_k", "section", "threshold"])
 def forward_kernel(
-    q0, q1, k0, k1, v0, v1, out, logsumexp, batches, heads, groups, seq_q, seq_k, section, scale,
+    q0, q1, k0, k1, v0, v1, out, logsumexp, numbers,
+    batches, heads, groups, seq_q, seq_k, section, scale, threshold, keep_scale,
     N: gl.constexpr, STAGES: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, CAUSAL: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    DROPOUT: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """O (batches, seq_q, heads, D0 + D1) and logsumexp (batches, heads, seq_q) fp32, natural, both contiguous.
 
     q0 reads [1, 64, 1, D0] of Q (batches, seq_q, heads, D0 + D1), k0 and v0 [1, N, 1, D0] of K and V (batches, seq_k,
-    heads / groups, D0 + D1); q1, k1 and v1 the D1 columns beyond, or None. Grid: any number of programs up to that of
-    the tiles.
+    heads / groups, D0 + D1); q1, k1 and v1 the D1 columns beyond, or None; numbers is dropout's, or None. Grid: any
+    number of programs up to that of the tiles.
     """
     q_slots = _slots(q0, q1, 2 * CONSUMERS, D1)
     k_slots = _slots(k0, k1, STAGES, D1)
@@ -415,10 +441,11 @@ def forward_kernel(
     shape = (batches, heads, seq_q, seq_k, section)
     reads = (q0, q1, k0, k1, v0, v1, groups)
     writes = (out, logsumexp, scale * LOG2_E)
+    dropout = (numbers, threshold, keep_scale)
     gl.warp_specialize(
         [
-            (_consumer, (0, rings, writes, shape, N, STAGES, D0, D1, CAUSAL)),
-            (_consumer, (1, rings, writes, shape, N, STAGES, D0, D1, CAUSAL)),
+            (_consumer, (0, rings, writes, shape, dropout, N, STAGES, D0, D1, CAUSAL, DROPOUT)),
+            (_consumer, (1, rings, writes, shape, dropout, N, STAGES, D0, D1, CAUSAL, DROPOUT)),
             (_producer, (rings, reads, shape, N, STAGES, D0, D1, CAUSAL)),
         ],
         [4, 1],
@@ -445,7 +472,9 @@ def _section(heads: int, rows: int, programs: int, causal: bool) -> int:
     return min(heads, 2 * programs // gcd(2 * programs, rows)) if causal else 1
 
 
-def _arguments(q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, config: Config) -> tuple:
+def _arguments(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, numbers: Tensor | None, config: SpecialisedForward
+) -> tuple:
     """The tensors that forward_kernel takes."""
     d0, d1 = split_head_dim(q.shape[3])
 
@@ -453,51 +482,45 @@ def _arguments(q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, 
         whole = descriptor(x, [1, rows, 1, d0], _shared_layout(d0))
         return whole, descriptor(x, [1, rows, 1, d1], _shared_layout(d1)) if d1 else None
 
-    return *parts(q, ROWS.value), *parts(k, config.n), *parts(v, config.n), out, logsumexp
+    return *parts(q, ROWS.value), *parts(k, config.n), *parts(v, config.n), out, logsumexp, numbers
 
 
-def _constants(head_dim: int, causal: bool, config: Config) -> tuple:
-    return (
-        config.n,
-        config.stages,
-        *split_head_dim(head_dim),
-        causal,
-        config.consumer_registers,
-        config.producer_registers,
-    )
+def _constants(head_dim: int, causal: bool, dropout: bool, config: SpecialisedForward) -> tuple:
+    return *config, *split_head_dim(head_dim), causal, dropout, CONSUMER_REGISTERS, PRODUCER_REGISTERS
 
 
-def compilation(head_dim: int, dtype: torch.dtype, causal: bool) -> tuple[dict, dict, dict]:
-    """Signature, constants and options of forward_kernel as shipped, to compile it ahead of time."""
-    config = CONFIGS[head_dim, causal]
+def compilation(
+    head_dim: int, dtype: torch.dtype, causal: bool, dropout: bool, config: SpecialisedForward
+) -> tuple[dict, dict, dict]:
+    """Signature, constants and options of forward_kernel, to compile it ahead of time."""
     x, logsumexp = torch.empty((1, config.n, 1, head_dim), dtype=dtype), torch.empty(1)
-    tensors = _arguments(x, x, x, x, logsumexp, config)
+    numbers = torch.empty(1, dtype=torch.int32) if dropout else None
+    tensors = _arguments(x, x, x, x, logsumexp, numbers, config)
     names = forward_kernel.arg_names
     signature = {name: "constexpr" if x is None else mangle_type(x) for name, x in zip(names, tensors, strict=False)}
-    signature |= dict.fromkeys(("batches", "heads", "groups", "seq_q", "seq_k", "section"), "i32") | {"scale": "fp32"}
+    signature |= dict.fromkeys(("batches", "heads", "groups", "seq_q", "seq_k", "section"), "i32")
+    signature |= {"scale": "fp32", "threshold": "i32", "keep_scale": "fp32"}
     constants = {name: None for name, x in zip(names, tensors, strict=False) if x is None}
-    constants |= dict(zip(names[len(signature) :], _constants(head_dim, causal, config), strict=True))
+    constants |= dict(zip(names[len(signature) :], _constants(head_dim, causal, dropout, config), strict=True))
     return signature | dict.fromkeys(names[len(signature) :], "constexpr"), constants, {"num_warps": 4}
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, config: Config | None = None
-) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, config: SpecialisedForward) -> tuple[Tensor, Tensor]:
     """O (B, T, H, D) contiguous and the natural logsumexp (B, H, T) fp32; rows that see no key give zero and -inf.
 
     q (B, T, H, D), k and v (B, S, G, D), H a multiple of G, of D = 80, 96 or 128 in bf16 or fp16 on an sm_90 device;
-    unit stride along D, the other strides and the addresses multiples of 16 bytes. `config` is for those who tune; the
-    table's by default.
+    unit stride along D, the other strides and the addresses multiples of 16 bytes. Options without window or documents.
     """
     (batch, seq_q, heads, head_dim), (seq_k, kv_heads) = q.shape, k.shape[1:3]
-    config = config or CONFIGS[head_dim, causal]
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
     logsumexp = torch.empty((batch, heads, seq_q), dtype=torch.float32, device=q.device)
     rows = -(-seq_q // M.value)
     programs = min(batch * heads * rows, _multiprocessors(q.device))
-    section = _section(batch * heads, rows, programs, causal)
-    numbers = batch, heads, heads // kv_heads, seq_q, seq_k, section, scale
-    tensors, constants = _arguments(q, k, v, out, logsumexp, config), _constants(head_dim, causal, config)
+    section = _section(batch * heads, rows, programs, options.causal)
+    sizes = batch, heads, heads // kv_heads, seq_q, seq_k, section
+    numbers = *sizes, options.scale, threshold(options.dropout_p), 1 / (1 - options.dropout_p)
+    tensors = _arguments(q, k, v, out, logsumexp, options.numbers, config)
+    constants = _constants(head_dim, options.causal, options.dropout_p > 0, config)
     with torch.cuda.device_of(q):
         launch(forward_kernel, (q.dtype, q.device, head_dim), programs, tensors, numbers, constants, num_warps=4)
     return out, logsumexp

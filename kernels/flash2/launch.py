@@ -7,31 +7,50 @@ import logging
 from functools import cache
 
 import torch
-import triton
 from torch import Tensor
 
 from kernels.flash2.dropout import threshold
-from kernels.flash2.launcher import arch_of, descriptor, launch, strides, triton_version, uses_tma
+from kernels.flash2.launcher import (
+    arch_of,
+    are_aligned,
+    descriptor,
+    fits_tma,
+    launch,
+    strides,
+    triton_version,
+    uses_tma,
+)
 from kernels.flash2.options import Options
-from kernels.flash2.tiles import Tile, Tiles, length_bucket, padded_head_dim, tiles_for
+from kernels.flash2.tiles import (
+    SpecialisedBackward,
+    SpecialisedForward,
+    Tile,
+    Tiles,
+    length_bucket,
+    padded_head_dim,
+    specialised_for,
+    tiles_for,
+)
 from kernels.flash2.triton_kernels import delta_kernel, forward_kernel, key_gradient_kernel, query_gradient_kernel
 
 log = logging.getLogger(__name__)
-SPECIALISED_HEAD_DIMS = {"forward": (80, 96, 128), "backward": (64, 80, 96, 128)}
+Chosen = Tiles | SpecialisedForward | SpecialisedBackward
 
 
-def is_specialised(pass_: str, arch: str, head_dim: int, dtype: torch.dtype, options: Options) -> bool:
+def is_specialised(pass_: str, arch: str, head_dim: int, dtype: torch.dtype, seq_k: int, options: Options) -> bool:
     """Whether the warp-specialised kernels of hopper_forward or hopper_backward compute this pass.
 
-    They do on sm_90 under Triton 3.6 or later, for 16-bit inputs of the head sizes at which they were measured to be
-    faster, without window, documents or dropout, where TMA can read the inputs (uses_tma). All else is for the plain
-    kernels, and so is a backward pass that has to be deterministic: the specialised one adds up dQ in the order in
-    which its programs happen to run.
+    They do on sm_90 under Triton 3.6 or later, for 16-bit inputs without window or documents that TMA can read
+    (uses_tma), where they were measured to be the faster ones: at the head sizes, masks and lengths that tiles.json has
+    settings for. All else is for the plain kernels, and so is the dQ of a backward pass that has to be deterministic:
+    the specialised kernel adds it up in the order in which its programs happen to run.
     """
     if arch != "sm_90" or triton_version() < (3, 6) or dtype.itemsize != 2:
         return False
-    plain_options = options.window or options.documents is not None or options.dropout_p
-    return head_dim in SPECIALISED_HEAD_DIMS[pass_] and not plain_options
+    if options.window or options.documents is not None:
+        return False
+    kind = options.causal, length_bucket(seq_k), options.dropout_p > 0
+    return specialised_for(pass_, head_dim, *kind) is not None
 
 
 def explain(
@@ -47,17 +66,17 @@ def explain(
     tiles = tiles_for(arch, head_dim, dtype, causal, length_bucket(seq_len), dropout_p > 0)
     loads = "TMA" if arch == "sm_90" and dtype != torch.float32 else "pointers"
     parts = {name: f"{t.m}x{t.n} in {t.warps} warps and {t.stages} stages" for name, t in tiles._asdict().items()}
-    asked = arch, head_dim, dtype, Options(causal=causal, dropout_p=dropout_p)
+    asked = arch, head_dim, dtype, seq_len, Options(causal=causal, dropout_p=dropout_p)
+    kind = head_dim, causal, length_bucket(seq_len), dropout_p > 0
     forward = f"forward by plain Triton, {loads}, {parts['forward']}"
     backward = f"backward by plain Triton, {loads}, {parts['key_gradient']}, {parts['query_gradient']}"
     if is_specialised("forward", *asked):
-        from kernels.flash2.hopper_forward import CONFIGS
-
-        forward = f"forward by warp-specialised Gluon, {CONFIGS[head_dim, causal]}"
-    if is_specialised("backward", *asked) and not deterministic:
-        from kernels.flash2.hopper_backward import CONFIGS
-
-        backward = f"backward by warp-specialised Gluon, {CONFIGS[head_dim, causal]}"
+        forward = f"forward by warp-specialised Gluon, {specialised_for('forward', *kind)}"
+    if is_specialised("backward", *asked):
+        config = specialised_for("backward", *kind)
+        backward = f"backward by warp-specialised Gluon, {config}"
+        if deterministic or not config.fused:
+            backward += f", dQ by plain Triton, {parts['query_gradient']}"
     return f"{forward}; {backward}"
 
 
@@ -67,19 +86,26 @@ def _tell(pass_: str, kind: str, head_dim: int, dtype: torch.dtype, arch: str) -
     log.info("flash2 %s of head_dim %d in %s on %s: %s kernels", pass_, head_dim, dtype, arch, kind)
 
 
-def _runs_specialised(pass_: str, options: Options, *inputs: Tensor) -> bool:
-    """is_specialised and uses_tma for these inputs, the first of which is q."""
-    q = inputs[0]
-    arch = arch_of(q.device)
-    specialised = is_specialised(pass_, arch, q.shape[3], q.dtype, options) and uses_tma(*inputs)
-    _tell(pass_, "warp-specialised Gluon" if specialised else "plain Triton", q.shape[3], q.dtype, arch)
-    return specialised
+def _choose(
+    pass_: str,
+    chosen: Chosen | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    seq_k: int,
+    options: Options,
+    tma: bool,
+) -> Chosen:
+    """The settings of the warp-specialised kernel of a pass, or, where that is not in use, the tiles of the plain ones.
 
-
-def choose_tiles(q: Tensor, k: Tensor, options: Options) -> Tiles:
-    """The table's tiles for these inputs."""
-    kind = options.causal, length_bucket(k.shape[1]), options.dropout_p > 0
-    return tiles_for(arch_of(q.device), q.shape[3], q.dtype, *kind)
+    `tma` says whether TMA can read all inputs.
+    """
+    if chosen is not None:
+        return chosen
+    arch, kind = arch_of(device), (options.causal, length_bucket(seq_k), options.dropout_p > 0)
+    specialised = tma and is_specialised(pass_, arch, head_dim, dtype, seq_k, options)
+    _tell(pass_, "warp-specialised Gluon" if specialised else "plain Triton", head_dim, dtype, arch)
+    return specialised_for(pass_, head_dim, *kind) if specialised else tiles_for(arch, head_dim, dtype, *kind)
 
 
 def _read(x: Tensor, rows: int, tma: bool):
@@ -93,44 +119,72 @@ def _constants(tile: Tile, head_dim: int, options: Options, interpreted: bool, t
     return tile.m, tile.n, head_dim, padded_head_dim(head_dim), *masks, options.dropout_p > 0, interpreted, tma
 
 
-def _sizes(q: Tensor, k: Tensor, options: Options) -> tuple:
+def _sizes(q_shape: torch.Size, k_shape: torch.Size, options: Options) -> tuple:
     """heads, groups, seq_q, seq_k, window, scale, threshold, keep_scale."""
-    (seq_q, heads), (seq_k, kv_heads) = q.shape[1:3], k.shape[1:3]
+    (seq_q, heads), (seq_k, kv_heads) = q_shape[1:3], k_shape[1:3]
     dropout = threshold(options.dropout_p), 1 / (1 - options.dropout_p)
     return heads, heads // kv_heads, seq_q, seq_k, options.window, options.scale, *dropout
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, *options, tiles: Tiles | None = None) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, *options, tiles: Chosen | None = None) -> tuple[Tensor, Tensor]:
     """Same contract as definition.forward: O (B, T, H, D) contiguous, logsumexp (B, H, T) fp32.
 
-    `tiles` makes the plain kernels run, with those: for those who tune and compare.
+    `tiles`, for those who tune and compare, takes the place of the table's, and decides which kernels run.
     """
     options = Options(*options)
-    if tiles is None and _runs_specialised("forward", options, q, k, v):
+    key = q.dtype, q.device
+    shapes = q.shape, k.shape, q.stride(), k.stride(), v.stride()
+    rest = are_aligned(q, k, v), options.documents is not None, options[2:], tiles
+    config, tma, programs, numbers, constants = _plan_forward(*key, *shapes, *rest)
+    if isinstance(config, SpecialisedForward):
         from kernels.flash2 import hopper_forward  # Gluon is there by the rule
 
-        return hopper_forward.forward(q, k, v, options.causal, options.scale)
-    batch, seq_q, heads, head_dim = q.shape
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        return hopper_forward.forward(q, k, v, options, config)
+    batch, seq_q, heads, _ = q.shape
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
     logsumexp = torch.empty((batch, heads, seq_q), dtype=torch.float32, device=q.device)
-    tile, tma = (tiles or choose_tiles(q, k, options)).forward, uses_tma(q, k, v)
-    reads = _read(q, tile.m, tma), _read(k, tile.n, tma), _read(v, tile.n, tma)
+    reads = _read(q, config.m, tma), _read(k, config.n, tma), _read(v, config.n, tma)
+    tensors = *reads, out, logsumexp, options.numbers, options.documents
+    launched = {"num_warps": config.warps, "num_stages": config.stages}
     with torch.cuda.device_of(q):
-        launch(
-            forward_kernel,
-            (q.dtype, q.device),
-            batch * heads * triton.cdiv(seq_q, tile.m),
-            (*reads, out, logsumexp, options.numbers, options.documents),
-            (*strides(q, k, v, out), *_sizes(q, k, options)),
-            _constants(tile, head_dim, options, not q.is_cuda, tma),
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-        )
+        launch(forward_kernel, key, programs, tensors, numbers, constants, **launched)
     return out, logsumexp
 
 
+@cache
+def _plan_forward(
+    dtype: torch.dtype,
+    device: torch.device,
+    q_shape: torch.Size,
+    k_shape: torch.Size,
+    q_stride: tuple,
+    k_stride: tuple,
+    v_stride: tuple,
+    aligned: bool,
+    documents: bool,
+    options: tuple,
+    chosen: Chosen | None,
+) -> tuple[Tile | SpecialisedForward, bool, int, tuple, tuple]:
+    """All of a forward launch but its tensors: settings, whether TMA reads, programs, numbers and constants.
+
+    Kept per kind of inputs, since working it out takes the host as long as launching.
+    """
+    (batch, seq_q, heads, head_dim), seq_k = q_shape, k_shape[1]
+    options = Options(None, documents or None, *options)
+    in_strides = q_stride[:3] + k_stride[:3] + v_stride[:3]
+    tma = aligned and fits_tma(device, dtype, in_strides)
+    config = _choose("forward", chosen, device, dtype, head_dim, seq_k, options, tma)
+    if isinstance(config, SpecialisedForward):
+        return config, tma, 0, (), ()
+    tile = config.forward
+    out_strides = seq_q * heads * head_dim, heads * head_dim, head_dim
+    numbers = *in_strides, *out_strides, *_sizes(q_shape, k_shape, options)
+    constants = _constants(tile, head_dim, options, device.type == "cpu", tma)
+    return tile, tma, batch * heads * -(-seq_q // tile.m), numbers, constants
+
+
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *args, tiles: Tiles | None = None
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *args, tiles: Chosen | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Same contract as definition.backward: contiguous dq, dk and dv."""
     grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
@@ -146,19 +200,32 @@ def backward_packed(dout: Tensor, qkv: Tensor, *args) -> Tensor:
 
 
 def _backward_into(
-    dq, dk, dv, dout, q, k, v, out, logsumexp, dlogsumexp, deterministic, *options, tiles: Tiles | None = None
+    dq, dk, dv, dout, q, k, v, out, logsumexp, dlogsumexp, deterministic, *options, tiles: Chosen | None = None
 ) -> None:
-    """Three launches. dk and dv share their strides. The plain kernels use no atomics and are deterministic."""
+    """Three launches. dk and dv share their strides."""
     options = Options(*options)
-    if tiles is None and not deterministic and _runs_specialised("backward", options, q, k, v, dout, dk, dv):
+    kind = q.device, q.dtype, q.shape[3], k.shape[1], options
+    config, delta = _choose("backward", tiles, *kind, uses_tma(q, k, v, dout, dk, dv)), None
+    if isinstance(config, SpecialisedBackward):
         from kernels.flash2 import hopper_backward  # Gluon is there by the rule
 
-        arguments = dq, dk, dv, dout, q, k, v, out, logsumexp, dlogsumexp, options.causal, options.scale
-        return hopper_backward.backward_into(*arguments)
+        config = config._replace(fused=config.fused and not deterministic)
+        tensors = dq, dk, dv, dout, q, k, v, out, logsumexp, dlogsumexp
+        delta = hopper_backward.backward_into(*tensors, options, config)
+        if config.fused:
+            return
+        mask = options.causal, length_bucket(k.shape[1]), options.dropout_p > 0
+        config = tiles_for(arch_of(q.device), q.shape[3], q.dtype, *mask)
+    _plain_backward_into(dq, dk, dv, dout, q, k, v, out, logsumexp, dlogsumexp, options, config, delta)
+
+
+def _plain_backward_into(
+    dq, dk, dv, dout, q, k, v, out, logsumexp, dlogsumexp, options: Options, tiles: Tiles, delta: Tensor | None
+) -> None:
+    """By the plain kernels, which use no atomics and are deterministic: dq alone if delta is given, else all three."""
     (batch, seq_q, heads, head_dim), (seq_k, kv_heads) = q.shape, k.shape[1:3]
-    tiles, tma = tiles or choose_tiles(q, k, options), uses_tma(q, k, v, dout)
-    delta = torch.empty_like(logsumexp)
-    key, read_strides, sizes = (q.dtype, q.device), strides(q, k, v, dout), _sizes(q, k, options)
+    tma = uses_tma(q, k, v, dout)
+    key, read_strides, sizes = (q.dtype, q.device), strides(q, k, v, dout), _sizes(q.shape, k.shape, options)
 
     def run(kernel, tile: Tile, programs: int, outputs: tuple, *extra_constants) -> None:
         reads = _read(q, tile.m, tma), _read(k, tile.n, tma), _read(v, tile.n, tma), _read(dout, tile.m, tma)
@@ -168,14 +235,15 @@ def _backward_into(
         launch(kernel, key, programs, tensors, numbers, constants, num_warps=tile.warps, num_stages=tile.stages)
 
     with torch.cuda.device_of(q):
-        rows = 64
-        constants = rows, head_dim, padded_head_dim(head_dim), dlogsumexp is not None
-        numbers = *strides(out, dout), heads, seq_q, 1 - options.dropout_p
-        programs = batch * heads * triton.cdiv(seq_q, rows)
-        launch(delta_kernel, key, programs, (out, dout, dlogsumexp, delta), numbers, constants, num_warps=4)
-        tile = tiles.key_gradient
-        programs = batch * kv_heads * triton.cdiv(seq_k, tile.n)
-        run(key_gradient_kernel, tile, programs, (dk, dv), seq_q % tile.m != 0)
+        if delta is None:
+            delta, rows = torch.empty_like(logsumexp), 64
+            constants = rows, head_dim, padded_head_dim(head_dim), dlogsumexp is not None
+            numbers = *strides(out, dout), heads, seq_q, 1 - options.dropout_p
+            programs = batch * heads * -(-seq_q // rows)
+            launch(delta_kernel, key, programs, (out, dout, dlogsumexp, delta), numbers, constants, num_warps=4)
+            tile = tiles.key_gradient
+            programs = batch * kv_heads * -(-seq_k // tile.n)
+            run(key_gradient_kernel, tile, programs, (dk, dv), seq_q % tile.m != 0)
         tile = tiles.query_gradient
-        programs = batch * heads * triton.cdiv(seq_q, tile.m)
+        programs = batch * heads * -(-seq_q // tile.m)
         run(query_gradient_kernel, tile, programs, (dq,))

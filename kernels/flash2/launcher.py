@@ -8,7 +8,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-_compiled: dict[tuple, Any] = {}
+compiled_kernels: dict[tuple, Any] = {}
 
 
 def launch(kernel, key: tuple, programs: int, tensors: tuple, numbers: tuple, constants: tuple, **options) -> None:
@@ -19,13 +19,13 @@ def launch(kernel, key: tuple, programs: int, tensors: tuple, numbers: tuple, co
     """
     aligned = tuple([x.data_ptr() % 16 == 0 for x in tensors if isinstance(x, Tensor)])
     key = (kernel, key, numbers, constants, aligned, *options.values())
-    compiled = _compiled.get(key)
+    compiled = compiled_kernels.get(key)
     if compiled is not None:
         compiled[programs, 1, 1](*tensors, *numbers, *constants)
         return
     compiled = kernel[(programs,)](*tensors, *numbers, *constants, **options)
     if compiled is not None:  # the interpreter compiles nothing
-        _compiled[key] = compiled
+        compiled_kernels[key] = compiled
 
 
 def descriptor(x: Tensor, block_shape: list[int], layout=None) -> TensorDescriptor:
@@ -65,15 +65,18 @@ def uses_tma(*inputs: Tensor) -> bool:
     On sm_90, for 16-bit inputs whose address and strides it takes: multiples of 16 bytes, none of them zero. By pointer
     otherwise: on architectures where it has not been measured, and for views cut at odd places.
     """
-    first = inputs[0]
-    if arch_of(first.device) != "sm_90" or not _strides_fit_tma(first.dtype, strides(*inputs)):
-        return False
+    return are_aligned(*inputs) and fits_tma(inputs[0].device, inputs[0].dtype, strides(*inputs))
+
+
+def are_aligned(*inputs: Tensor) -> bool:
     return all([x.data_ptr() % 16 == 0 for x in inputs])
 
 
 @cache
-def _strides_fit_tma(dtype: torch.dtype, strides: tuple[int, ...]) -> bool:
-    return dtype.itemsize == 2 and all(stride > 0 and stride % 8 == 0 for stride in strides)
+def fits_tma(device: torch.device, dtype: torch.dtype, strides: tuple[int, ...]) -> bool:
+    """The part of uses_tma that does not depend on addresses; `strides` leave out the last, which is one."""
+    multiples = all(stride > 0 and stride % 8 == 0 for stride in strides)
+    return arch_of(device) == "sm_90" and dtype.itemsize == 2 and multiples
 
 
 @cache

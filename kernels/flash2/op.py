@@ -4,6 +4,8 @@ The operators are opaque to torch.compile (no graph break) and need no autograd 
 around them costs about half the host time of `custom_op` with `register_autograd`.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -19,30 +21,19 @@ _library.define(f"backward(Tensor dout, Tensor q, Tensor k, Tensor v, {_SAVED}) 
 _library.define(f"backward_packed(Tensor dout, Tensor qkv, {_SAVED}) -> Tensor")
 
 
-def _cuda_forward(*args):
+@cache
+def _launch():
     from kernels.flash2 import launch  # Triton is needed, and installed, only where there is a GPU
 
-    return launch.forward(*args)
-
-
-def _cuda_backward(*args):
-    from kernels.flash2 import launch
-
-    return launch.backward(*args)
-
-
-def _cuda_backward_packed(*args):
-    from kernels.flash2 import launch
-
-    return launch.backward_packed(*args)
+    return launch
 
 
 _library.impl("forward", definition.forward, "CPU")
 _library.impl("backward", definition.backward, "CPU")
 _library.impl("backward_packed", definition.backward_packed, "CPU")
-_library.impl("forward", _cuda_forward, "CUDA")
-_library.impl("backward", _cuda_backward, "CUDA")
-_library.impl("backward_packed", _cuda_backward_packed, "CUDA")
+_library.impl("forward", lambda *args: _launch().forward(*args), "CUDA")
+_library.impl("backward", lambda *args: _launch().backward(*args), "CUDA")
+_library.impl("backward_packed", lambda *args: _launch().backward_packed(*args), "CUDA")
 
 
 @torch.library.register_fake("flash2::forward")
@@ -63,26 +54,24 @@ def _(dout, qkv, *rest):
 
 
 class _Flash2(torch.autograd.Function):
-    """(q, k, v) or (qkv,), then the options, to the output and, if asked for, the logsumexp."""
+    """(q, k, v) or (qkv,) to the output and, if asked for, the logsumexp. (Its time grows with its arguments.)"""
 
     @staticmethod
-    def forward(ctx, return_lse, deterministic, numbers, documents, causal, window, scale, dropout_p, *inputs):
+    def forward(ctx, return_lse, deterministic, options, *inputs):
         q, k, v = inputs if len(inputs) == 3 else inputs[0].unbind(2)
-        rest = causal, window, scale, dropout_p
-        out, logsumexp = torch.ops.flash2.forward(q, k, v, numbers, documents, *rest)
-        ctx.save_for_backward(numbers, documents, *inputs, out, logsumexp)
-        ctx.deterministic, ctx.rest = deterministic, rest
+        out, logsumexp = torch.ops.flash2.forward.default(q, k, v, *options)
+        ctx.save_for_backward(*inputs, out, logsumexp)
+        ctx.deterministic, ctx.options = deterministic, options
         return (out, logsumexp) if return_lse else out
 
     @staticmethod
     def backward(ctx, dout, dlogsumexp=None):
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
         dlogsumexp = None if dlogsumexp is None else dlogsumexp.contiguous()
-        numbers, documents, *saved = ctx.saved_tensors
-        rest = dlogsumexp, ctx.deterministic, numbers, documents, *ctx.rest
+        saved, rest = ctx.saved_tensors, (dlogsumexp, ctx.deterministic, *ctx.options)
         if len(saved) == 5:
-            return *[None] * 8, *torch.ops.flash2.backward(dout, *saved, *rest)
-        return *[None] * 8, torch.ops.flash2.backward_packed(dout, *saved, *rest)
+            return None, None, None, *torch.ops.flash2.backward(dout, *saved, *rest)
+        return None, None, None, torch.ops.flash2.backward_packed(dout, *saved, *rest)
 
 
 def flash2(
@@ -125,8 +114,9 @@ def flash2(
         ValueError: shapes, dtypes, devices or options outside the above.
     """
     options = _prepare(q, k, v, causal, scale, dropout_p, numbers, window, cu_seqlens)
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    return _Flash2.apply(return_lse, _is_deterministic(deterministic), *options, q, k, v)
+    if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    return _Flash2.apply(return_lse, _is_deterministic(deterministic), options, q, k, v)
 
 
 def flash2_packed(
@@ -150,7 +140,7 @@ def flash2_packed(
         raise ValueError(f"flash2_packed takes qkv (batch, seq, 3, heads, head_dim), not {tuple(qkv.shape)}")
     options = _prepare(*qkv.unbind(2), causal, scale, dropout_p, numbers, window, cu_seqlens)
     qkv = qkv if qkv.stride(-1) == 1 else qkv.contiguous()
-    return _Flash2.apply(return_lse, _is_deterministic(deterministic), *options, qkv)
+    return _Flash2.apply(return_lse, _is_deterministic(deterministic), options, qkv)
 
 
 def _is_deterministic(asked: bool | None) -> bool:

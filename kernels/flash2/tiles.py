@@ -1,8 +1,9 @@
-"""Tile sizes, warps and stages of flash2's kernels: one shipped table, tiles.json, and the rule that reads it.
+"""Tile sizes, warps and stages of flash2's kernels: one shipped table, tiles.json, and the rules that read it.
 
-The table is keyed by architecture, padded head size, mask (or dropout) and length, and made by `python -m bench.tune`.
-What it lacks takes the conservative tiles of "any", which fit 96 KiB of shared memory (64 KiB on AMD, whose loads are
-not pipelined as deep).
+The table is keyed by architecture, head size, mask (or dropout) and length, and made by `python -m bench.tune`. The
+plain kernels pad the head size to a power of two; what the table lacks takes the conservative tiles of "any", which fit
+96 KiB of shared memory (64 KiB on AMD, whose loads are not pipelined as deep). Under "specialised" are the settings of
+Hopper's warp-specialised kernels, where they were measured to be the faster ones.
 """
 
 import json
@@ -37,6 +38,50 @@ class Tiles(NamedTuple):
 FP32_TILES = Tiles(*[Tile(32, 32, 4, 1)] * 3)  # fp32 is computed without tensor cores, in small tiles
 
 
+class SpecialisedForward(NamedTuple):
+    """How hopper_forward's kernel is launched."""
+
+    n: int
+    """Keys of a block."""
+    stages: int
+    """Blocks of K and of V in flight."""
+
+
+class SpecialisedBackward(NamedTuple):
+    """How hopper_backward's main kernel is launched."""
+
+    m: int
+    """Rows of a query tile."""
+    n: int
+    """Rows of a key tile."""
+    warps: int
+    """Warps that compute; four more load, add up dQ, or idle."""
+    q_stages: int
+    """Tiles of Q in shared memory, and of the statistics."""
+    do_stages: int
+    """Tiles of dO in shared memory."""
+    resident: int
+    """Programs on a multiprocessor at a time, which share its registers."""
+    fused: bool
+    """Whether it computes dQ too, or leaves that to the plain kernel."""
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Compiler options. The warps start out with equal shares of the registers, in multiples of 8."""
+        registers = 65536 // (self.resident * (self.warps + 4) * 32) // 8 * 8
+        return {"num_warps": self.warps, "maxnreg": min(registers, 248)}
+
+    @property
+    def dq_warps(self) -> tuple[int, int]:
+        """How dQ's product lays the warps over rows and columns."""
+        rows = self.warps if self.m >= 16 * self.warps else 4
+        return rows, self.warps // rows
+
+
+SPECIALISED = {"forward": SpecialisedForward, "backward": SpecialisedBackward}
+
+
+@cache
 def padded_head_dim(head_dim: int) -> int:
     """The power of two the kernels pad head_dim to."""
     return max(16, triton.next_power_of_2(head_dim))
@@ -65,6 +110,19 @@ def tiles_for(arch: str, head_dim: int, dtype: torch.dtype, causal: bool, bucket
     if dtype == torch.float32:
         return FP32_TILES
     table, size = read_table(), str(padded_head_dim(head_dim))
-    mask = "dropout" if dropout else "causal" if causal else "full"
-    tuned = table.get(arch, {}).get(size, {}).get(mask, {}).get(bucket)
+    tuned = table.get(arch, {}).get(size, {}).get(_mask(causal, dropout), {}).get(bucket)
     return Tiles(*(Tile(*tile) for tile in tuned or table["any"][size]))
+
+
+@cache
+def specialised_for(
+    pass_: str, head_dim: int, causal: bool, bucket: str, dropout: bool = False
+) -> SpecialisedForward | SpecialisedBackward | None:
+    """The settings of the warp-specialised kernel of a pass ("forward", "backward"), or None where it is not in use."""
+    sizes = read_table()["specialised"][pass_]
+    settings = sizes.get(str(head_dim), {}).get(_mask(causal, dropout), {}).get(bucket)
+    return settings and SPECIALISED[pass_](*settings)
+
+
+def _mask(causal: bool, dropout: bool) -> str:
+    return "dropout" if dropout else "causal" if causal else "full"

@@ -146,6 +146,12 @@ def _queries_of(
 
 
 @triton.jit
+def natural_logsumexp(m, l):
+    """m ln(2) + ln(l) for a maximum m in base 2, rounded once: where scores reach 10^4, roundings show in dQ and dK."""
+    return tl.math.fma(m, LN_2, tl.math.log2(l) * LN_2)
+
+
+@triton.jit
 def _numbers_of_head(numbers, bh, seq_q, seq_k, DROPOUT: tl.constexpr):
     """Pointers to the random numbers of one head's queries and keys: see dropout.py. Nothing of use without dropout."""
     if DROPOUT:
@@ -321,7 +327,7 @@ def forward_kernel(
     b_out = acc * (keep_scale / tl.where(l == 0.0, 1.0, l))[:, None]
     _store(_head(out, batch, head, so_b, so_h), so_t, i, seq_q, o_m, b_out, HEAD_DIM, D, UPCAST)
     p_lse = logsumexp + tl.cast(bh, tl.int64) * seq_q + i + o_m
-    tl.store(p_lse, (m + tl.math.log2(l)) * LN_2, mask=i + o_m < seq_q)
+    tl.store(p_lse, natural_logsumexp(m, l), mask=i + o_m < seq_q)
 
 
 @triton.jit

@@ -20,7 +20,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from kernels.flash2 import hopper_backward, hopper_forward, launch, triton_kernels
 from kernels.flash2.options import Options
-from kernels.flash2.tiles import read_table, tiles_for
+from kernels.flash2.tiles import SPECIALISED, read_table, tiles_for
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -121,11 +121,12 @@ def compile_shape(job: tuple) -> list[dict]:
 
 
 def compile_specialised(job: tuple) -> list[dict]:
-    """The warp-specialised kernel of Hopper for one pass, as shipped."""
-    pass_, head_dim, causal, dtype = job
+    """The warp-specialised kernel of Hopper for one pass."""
+    pass_, head_dim, dtype, causal, dropout, config = job
     module = {"forward": hopper_forward, "backward": hopper_backward}[pass_]
     kernel = {"forward": hopper_forward.forward_kernel, "backward": hopper_backward.main_kernel}[pass_]
-    signature, constants, options = module.compilation(head_dim, DTYPES[dtype], causal)
+    config = SPECIALISED[pass_](*config)
+    signature, constants, options = module.compilation(head_dim, DTYPES[dtype], causal, dropout, config)
     pointers = [i for i, kind in enumerate(signature.values()) if kind.startswith("*")]
     aligned = {(i,): [["tt.divisibility", 16]] for i in pointers}
     source = GluonASTSource(kernel, signature, constants, aligned)
@@ -135,11 +136,17 @@ def compile_specialised(job: tuple) -> list[dict]:
 
 
 def specialised() -> list[tuple]:
-    """Jobs for every configuration of the warp-specialised kernels, and one in fp16."""
-    sizes = [
-        (p, d, causal, "bf16") for p, ds in launch.SPECIALISED_HEAD_DIMS.items() for d in ds for causal in (True, False)
+    """Jobs for every entry of the table, the backward's without dQ too (a deterministic pass), and one in fp16."""
+    jobs = [
+        (pass_, int(size), "bf16", mask != "full", mask == "dropout", tuple(config))
+        for pass_, sizes in read_table()["specialised"].items()
+        for size, masks in sizes.items()
+        for mask, buckets in masks.items()
+        for config in buckets.values()
     ]
-    return [*sizes, ("forward", 128, True, "fp16"), ("backward", 128, True, "fp16")]
+    jobs += [("backward", *job[1:-1], (*job[-1][:-1], False)) for job in jobs if job[0] == "backward"]
+    jobs += [(job[0], job[1], "fp16", *job[3:]) for job in jobs if job[1] == 128 and job[3:5] == (True, False)]
+    return list(dict.fromkeys(jobs))
 
 
 def tuned() -> list[tuple]:
