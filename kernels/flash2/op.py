@@ -8,6 +8,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from kernels.flash2 import definition, dropout
 from kernels.flash2.options import Options, document_bounds
@@ -22,18 +23,32 @@ _library.define(f"backward_packed(Tensor dout, Tensor qkv, {_SAVED}) -> Tensor")
 
 
 @cache
-def _launch():
+def _implementation(device_type: str):
+    """The module with forward, backward and backward_packed for a kind of device."""
+    if device_type == "cpu":
+        return definition
     from kernels.flash2 import launch  # Triton is needed, and installed, only where there is a GPU
 
     return launch
 
 
-_library.impl("forward", definition.forward, "CPU")
-_library.impl("backward", definition.backward, "CPU")
-_library.impl("backward_packed", definition.backward_packed, "CPU")
-_library.impl("forward", lambda *args: _launch().forward(*args), "CUDA")
-_library.impl("backward", lambda *args: _launch().backward(*args), "CUDA")
-_library.impl("backward_packed", lambda *args: _launch().backward_packed(*args), "CUDA")
+for _name in ("forward", "backward", "backward_packed"):
+    for _device in ("cpu", "cuda"):
+        _library.impl(
+            _name,
+            lambda *args, name=_name, device=_device: getattr(_implementation(device), name)(*args),
+            _device.upper(),
+        )
+
+
+def _call(name: str, first: Tensor, *args):
+    """The operator `name`; past the dispatcher, which takes the host 9 microseconds, where nothing listens to it.
+
+    What listens are torch.compile, modes such as the FLOP counter's or make_fx's, and subclasses of Tensor.
+    """
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or type(first) is not Tensor:
+        return getattr(torch.ops.flash2, name)(first, *args)
+    return getattr(_implementation(first.device.type), name)(first, *args)
 
 
 @torch.library.register_fake("flash2::forward")
@@ -59,7 +74,7 @@ class _Flash2(torch.autograd.Function):
     @staticmethod
     def forward(ctx, return_lse, deterministic, options, *inputs):
         q, k, v = inputs if len(inputs) == 3 else inputs[0].unbind(2)
-        out, logsumexp = torch.ops.flash2.forward.default(q, k, v, *options)
+        out, logsumexp = _call("forward", q, k, v, *options)
         ctx.save_for_backward(*inputs, out, logsumexp)
         ctx.deterministic, ctx.options = deterministic, options
         return (out, logsumexp) if return_lse else out
@@ -70,8 +85,8 @@ class _Flash2(torch.autograd.Function):
         dlogsumexp = None if dlogsumexp is None else dlogsumexp.contiguous()
         saved, rest = ctx.saved_tensors, (dlogsumexp, ctx.deterministic, *ctx.options)
         if len(saved) == 5:
-            return None, None, None, *torch.ops.flash2.backward(dout, *saved, *rest)
-        return None, None, None, torch.ops.flash2.backward_packed(dout, *saved, *rest)
+            return None, None, None, *_call("backward", dout, *saved, *rest)
+        return None, None, None, _call("backward_packed", dout, *saved, *rest)
 
 
 def flash2(

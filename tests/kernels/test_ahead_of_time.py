@@ -34,6 +34,6 @@ def test_tuned_tiles_of_hopper_spill_no_registers_and_keep_the_tensor_cores_busy
     tuned = [row for row in compiled if row["target"] == "sm_90" and len(row.get("shape", [])) == 5]
     assert len(tuned) == 3 * len(ahead_of_time.tuned())
     specialised = [row for row in compiled if "specialised" in row]
-    assert {tuple(row["specialised"]) for row in specialised} == set(ahead_of_time.specialised())
+    assert [row["specialised"] for row in specialised] == json.loads(json.dumps(ahead_of_time.specialised()))
     for row in tuned + specialised:
         assert row["spilled"] == 0 and not row["serialised"], row

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kernels.flash2 import definition
 from model.attention import (
     SDPA_BACKENDS,
     VARIANTS,
@@ -74,13 +75,13 @@ def test_dropout_keeps_the_mean_and_follows_the_seed(name, device):
 
 def test_the_deterministic_switch_reaches_the_operator_and_follows_torch_unless_set(monkeypatch):
     asked = []
-    backward = torch.ops.flash2.backward_packed
+    backward = definition.backward_packed
 
     def spy(dout, qkv, out, logsumexp, dlogsumexp, deterministic, *options):
         asked.append(deterministic)
         return backward(dout, qkv, out, logsumexp, dlogsumexp, deterministic, *options)
 
-    monkeypatch.setattr(torch.ops.flash2, "backward_packed", spy)
+    monkeypatch.setattr(definition, "backward_packed", spy)
     qkv = torch.randn(1, 9, 3, 2, 16, requires_grad=True)
 
     def step(config: AttentionConfig) -> None:

@@ -6,6 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.flash2 import definition, dropout, flash2, flash2_packed, launch
 from kernels.flash2.options import Options, document_bounds
@@ -316,6 +318,24 @@ def test_opcheck(device):
     out, logsumexp = torch.ops.flash2.forward(q, k, v, *options)
     arguments = dout, q, k, v, out, logsumexp, None, True, *options
     torch.library.opcheck(torch.ops.flash2.backward.default, arguments, test_utils=checks)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_modes_and_subclasses_see_the_operators(device):
+    """Which eager calls pass by: a mode must not miss them, and a tensor without data must not reach the kernels."""
+    seen = []
+
+    class Listener(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    q, k, v, dout = draw(Case(dtype=F32), device)
+    with Listener():
+        outcome(lambda *x: flash2(*x, causal=True), q, k, v, dout)
+    assert {"flash2.forward.default", "flash2.backward.default"} <= set(seen)
+    fake = FakeTensorMode().from_tensor(q)
+    assert isinstance(flash2(fake, fake, fake), FakeTensor)
 
 
 @pytest.mark.gpu
