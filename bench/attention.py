@@ -59,6 +59,13 @@ def measure(cell: Cell, variants: dict[str, Attention], gpu: Gpu, rounds: int) -
     return [row for of_variant in rows.values() for row in of_variant.values()]
 
 
+def output_file(text: str) -> Path:
+    """A file to write, for argparse: a folder is refused before anything is measured."""
+    if Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder; name a file in it")
+    return Path(text)
+
+
 def positive(text: str) -> int:
     """An integer of 1 or more, for argparse."""
     if (number := int(text)) < 1:
@@ -86,7 +93,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--rounds", type=positive, default=20, help="samples of each variant and pass (20)")
     add("--budget-seconds", type=float, default=3600, help="no cell is begun after so long (3600)")
     add("--gpu", help="folder under bench/results; by default made of the device's name")
-    add("--out", type=Path, help="file to write; a part of the cells, or one shape, is written only if this is given")
+    add(
+        "--out",
+        type=output_file,
+        help="file to write; a part of the cells, or one shape, is written only if this is given",
+    )
     add("--fa3-library", type=Path, help="FlashAttention-3 as a bare library, as in the xformers wheel (FA3_LIBRARY)")
     add("--draw", type=Path, metavar="JSON", help="measure nothing: draw the charts of a results file again")
     add("--explain", action="store_true", help="measure nothing: print what flash2 would launch for each shape")

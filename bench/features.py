@@ -15,13 +15,12 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from bench.accuracy import NAMES, relative_error
-from bench.attention import positive, results_folder, write
+from bench.attention import output_file, positive, results_folder, write
 from bench.cells import HIDDEN, TOKENS
 from bench.environment import environment
 from bench.timing import Gpu, sampler_of
@@ -162,7 +161,7 @@ def main() -> None:
     parser.add_argument("--only", choices=PARTS, help="one part, which is written only if --out is given")
     parser.add_argument("--rounds", type=positive, default=10, help="samples of each (10)")
     parser.add_argument("--gpu", help="folder under bench/results; by default made of the device's name")
-    parser.add_argument("--out", type=Path, help="file to write")
+    parser.add_argument("--out", type=output_file, help="file to write")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("error: bench.features measures GPUs and finds none; run it where there is one")

@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from bench.attention import output_file
 from bench.environment import ROOT, environment
 
 VARIANTS = ("naive", "sdpa", "flash2")
@@ -26,7 +27,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=600, help="optimizer steps of each run")
     parser.add_argument("--gpu", default="h200", help="folder under bench/results")
     parser.add_argument("--work", type=Path, default=Path("outputs/parity"), help="folder of the runs")
-    parser.add_argument("--out", type=Path, help="file to write instead of bench/results/<gpu>/parity.json")
+    parser.add_argument("--out", type=output_file, help="file to write instead of bench/results/<gpu>/parity.json")
     return parser.parse_args()
 
 

@@ -14,11 +14,11 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from pathlib import Path
 
 import torch
 
 from bench.accuracy import relative_error
+from bench.attention import output_file
 from bench.cells import HIDDEN, TOKENS
 from bench.timing import Gpu, sampler_of
 from kernels.flash2 import definition, dropout, launch, launcher
@@ -212,7 +212,7 @@ def main() -> None:
     parser.add_argument(
         "--only", choices=("plain", "specialised"), help="one kind of kernels; by default all there are"
     )
-    parser.add_argument("--out", type=Path, default=TABLE, help="the table to write to")
+    parser.add_argument("--out", type=output_file, default=TABLE, help="the table to write to")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("error: bench.tune measures on a GPU, and torch sees none here; run it where there is one")

@@ -154,3 +154,9 @@ def test_the_whole_table_goes_to_the_gpus_folder_and_a_part_only_where_it_is_tol
         "--cells gpt2 --out a.json": Path("a.json"),
     }.items():
         assert attention.destination(attention.parse(arguments.split())) == expected
+
+
+def test_a_folder_to_write_to_is_refused_before_anything_is_measured(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        attention.parse(["--out", str(tmp_path)])
+    assert "is a folder; name a file in it" in capsys.readouterr().err
