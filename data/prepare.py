@@ -1,46 +1,31 @@
-"""Tokenize text files into token files: documents are streamed, so memory does not grow with the corpus."""
+"""Tokenize a corpus into token files, in constant memory, from where an earlier run of it was interrupted."""
 
-import glob
-import gzip
-import json
+import os
+import shutil
 import time
-import zlib
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, NamedTuple
 
-import pyarrow as pa
-import pyarrow.parquet as pq
+import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from data.config import DataConfig
+from data.readers import Corpus, Document, find_files
 from data.tokenizers import Tokenizer, get_tokenizer
-from data.tokens import has_files, read_meta, split_of, write_tokens
+from data.tokens import DTYPE, SPLITS, TokenWriter, differences, has_files, publish, read_meta
 from errors import UserError
 
-BATCH_CHARACTERS = 2**22
+BATCH_CHARACTERS = 2**19
 BATCH_DOCUMENTS = 1024
-PARQUET_ROWS = 128
 LOG_INTERVAL_S = 10.0
-
-
-class Row(NamedTuple):
-    """A row of a file: its number (from 1), its text if any, and the share of the file that is read by now."""
-
-    number: int
-    text: str | None
-    share: float
-
-
-class Document(NamedTuple):
-    """A row of the corpus: its file and number, its text if any, and the input bytes read by now."""
-
-    name: str
-    text: str | None
-    bytes_read: int
+SAVE_INTERVAL_S = 2.0
+# Of uint16 tokens a byte of text becomes, with room to spare: GPT-2's are 4.4 bytes of English, 3 of many languages.
+TOKENS_PER_BYTE = {"gpt2": 0.35, "byte": 1.01}
 
 
 @dataclass
@@ -57,67 +42,167 @@ class Tally:
         return f"{self.documents:,} documents{skipped}, {self.tokens:,} tokens"
 
 
-def prepare(config: DataConfig, *, log: Callable[[str], None] = print) -> None:
-    """Tokenize `config.source` into `config.dir`, unless that was done before with the same settings.
+@dataclass
+class Encoded:
+    """A batch of documents as tokens: bytes and documents of each split, and how far the corpus is read after it."""
 
-    Documents that are null or empty are skipped. Raises UserError where no file matches, where a file cannot be read
-    or lacks the text (naming file and row), and where `config.dir` holds token files made with other settings.
+    blocks: dict[str, bytes]
+    documents: dict[str, int]
+    skipped: int
+    after: tuple[int, int]
+    bytes_read: int
+
+
+def prepare(config: DataConfig, *, log: Callable[[str], None] = print) -> None:
+    """Tokenize the corpus that `config` names into `config.dir`, unless that was done before with the same settings.
+
+    Documents that are null or empty are skipped. A preparation that was killed is continued. Raises UserError where the
+    corpus is not to be had, where a file cannot be read or lacks the text (naming file and row), where the disk is too
+    small, where `config.dir` holds what was made with other settings, and where the whole of a corpus of the hub turns
+    out to be another one than expected.
     """
-    if config.name != "text":
+    if config.name in ("stdlib", "tokens"):
         raise UserError(f"data={config.name} needs no preparation: set data=text and data.source to prepare text.")
-    files = input_files(config.source)
     folder = Path(config.dir).expanduser()
-    settings = {
-        "name": "text",
-        "source": config.source,
-        "files": len(files),
-        "bytes": sum(path.stat().st_size for path in files),
-        "text_column": config.text_column,
-        "val_fraction": config.val_fraction,
-        "split_seed": config.split_seed,
-    }
-    if _is_prepared(folder, config.tokenizer, settings):
+    publish(folder)
+    corpus = Corpus(source_files(config, log), config)
+    settings = _settings(config, corpus)
+    if _is_prepared(folder, settings):
         log(f"{folder} is prepared already, with the same settings.")
         return
     tokenizer = get_tokenizer(config.tokenizer)
-    documents = read_documents(files, config.text_column)
-    tally = Tally()
-    with _progress(settings["bytes"], log) as report:
-        meta = write_tokens(folder, _encode(documents, tokenizer, config, tally, report), tokenizer, settings)
+    _check_space(folder, corpus, config)
+    rows = corpus.count_rows() if config.val_files is None else None
+    held_out = None if rows is None else hold_out(sum(rows), config.val_fraction, config.split_seed)
+    with TokenWriter(folder, settings) as writer:
+        if writer.position:
+            log(f"continuing after {_tally(writer)}")
+        documents = corpus.documents(tuple(writer.position or (0, 0)), rows)
+        batches = _batches(documents)
+        workers = config.workers or os.cpu_count() or 1
+        with _progress(corpus, writer.position, log) as report:
+            _write(writer, _encode_all(batches, tokenizer, held_out, workers), report)
+        _check_expected(config, writer)
+        meta = writer.finish(config.tokenizer, settings)
+        tally = _tally(writer)
     shares = ", ".join(f"{count['tokens']:,} in {split}.bin" for split, count in meta["counts"].items())
     log(f"{folder}: {tally}: {shares}.")
 
 
-def _is_prepared(folder: Path, tokenizer: str, settings: dict) -> bool:
+def source_files(config: DataConfig, log: Callable[[str], None]) -> list[Path]:
+    """The corpus's files on this machine, downloaded where need be."""
+    if config.source:
+        return find_files(config.source)
+    if config.hub_id is None:
+        raise UserError("data.source is not set: name a file, a folder or a glob of text files.")
+    from data.hub import download  # not needed, and slow to import, where the files are local
+
+    return download(config, log)
+
+
+def hold_out(rows: int, fraction: float, seed: int) -> np.ndarray:
+    """Which of the rows are held out, boolean: those that `datasets`' train_test_split takes, as nanoGPT does."""
+    held_out = np.zeros(rows, dtype=bool)
+    held_out[np.random.default_rng(seed).permutation(rows)[: int(np.ceil(fraction * rows))]] = True
+    return held_out
+
+
+def _settings(config: DataConfig, corpus: Corpus) -> dict:
+    """What decides the token files; never the number of workers."""
+    names = ("name", "source", "hub_id", "hub_revision", "text_column", "document_start", "train_files", "val_files")
+    settings = {name: getattr(config, name) for name in names}
+    if config.val_files is None:
+        settings |= {"val_fraction": config.val_fraction, "split_seed": config.split_seed}
+    return settings | {"tokenizer": config.tokenizer, "files": len(corpus.files), "bytes": corpus.bytes}
+
+
+def _is_prepared(folder: Path, settings: dict) -> bool:
     meta = read_meta(folder)
     if meta is None:
         return False
-    before, now = meta["source"] | {"tokenizer": meta["tokenizer"]}, settings | {"tokenizer": tokenizer}
-    differing = [key for key in now if before.get(key) != now[key]]
-    if differing:
-        was, wanted = (", ".join(f"{key}={side.get(key)}" for key in differing) for side in (before, now))
-        raise UserError(f"{folder} was prepared with {was}, not {wanted}: choose another data.dir or delete it.")
+    if differing := differences(meta["source"], settings):
+        raise UserError(f"{folder} was prepared with {differing}: choose another data.dir or delete it.")
     return has_files(folder)
 
 
-def _encode(
-    documents: Iterator[Document],
-    tokenizer: Tokenizer,
-    config: DataConfig,
-    tally: Tally,
-    report: Callable[[Tally], None],
-) -> Iterator[tuple[str, list[int]]]:
-    """Split and token ids of every document that has text, in order."""
-    for batch in _batches(documents):
-        kept = [document for document in batch if document.text]
-        encoded = tokenizer.encode_batch([document.text for document in kept])
-        for document, ids in zip(kept, encoded, strict=True):
-            tally.tokens += len(ids) + 1
-            yield split_of(document.name, config), ids
-        tally.documents += len(kept)
-        tally.skipped += len(batch) - len(kept)
-        tally.bytes_read = batch[-1].bytes_read
-        report(tally)
+def _check_space(folder: Path, corpus: Corpus, config: DataConfig) -> None:
+    """Raises UserError where the token files would not fit on the disk, by an estimate on the safe side."""
+    tokens = config.expected_tokens if config.expected_tokens and not config.source else None
+    tokens = tokens or round(corpus.text_bytes() * TOKENS_PER_BYTE[config.tokenizer])
+    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    unfinished = sum(path.stat().st_size for path in (folder / "unfinished").glob("*.bin"))
+    needed, free = tokens * DTYPE.itemsize - unfinished, shutil.disk_usage(place).free
+    if needed > free:
+        raise UserError(
+            f"{folder} needs about {needed / 1e9:.2f} GB more for {tokens:,} tokens, and its disk has "
+            f"{free / 1e9:.2f} GB left: free some, or set data.dir to another disk."
+        )
+
+
+def _check_expected(config: DataConfig, writer: TokenWriter) -> None:
+    """Raises UserError where the whole of a pinned corpus has other totals than are known of it."""
+    if config.source:
+        return
+    total = {key: sum(count[key] for count in writer.counts.values()) for key in ("documents", "tokens")}
+    known = {"documents": config.expected_documents}
+    if config.tokenizer == "gpt2":
+        known["tokens"] = config.expected_tokens
+    for key, expected in known.items():
+        if expected not in (None, total[key]):
+            raise UserError(
+                f"{config.hub_id} gave {total[key]:,} {key}, where {expected:,} are known of it: its files are not "
+                f"those of revision {config.hub_revision}; delete them from the hub's cache and {writer.scratch}, and "
+                "prepare it again."
+            )
+
+
+def _encode_all(
+    batches: Iterable[list[Document]], tokenizer: Tokenizer, held_out: np.ndarray | None, workers: int
+) -> Iterator[Encoded]:
+    """The batches as tokens, in order, a few of them at a time in threads: the tokenizer releases the GIL."""
+    with ThreadPoolExecutor(workers) as pool:
+        pending: deque = deque()
+        try:
+            for batch in batches:
+                pending.append(pool.submit(_encode, batch, tokenizer, held_out))
+                if len(pending) > 2 * workers:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            for future in pending:
+                future.cancel()
+
+
+def _encode(batch: list[Document], tokenizer: Tokenizer, held_out: np.ndarray | None) -> Encoded:
+    parts: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
+    for document in batch:
+        if document.text:
+            split = document.split or ("val" if held_out[document.row] else "train")
+            parts[split].append(tokenizer.encode_document(document.text))
+    blocks = {split: b"".join(part.astype(DTYPE).tobytes() for part in parts[split]) for split in SPLITS}
+    documents = {split: len(parts[split]) for split in SPLITS}
+    last = batch[-1]
+    return Encoded(blocks, documents, len(batch) - sum(documents.values()), last.after, last.bytes_read)
+
+
+def _write(writer: TokenWriter, batches: Iterable[Encoded], report: Callable[[Tally], None]) -> None:
+    saved = time.monotonic()
+    for batch in batches:
+        for split in SPLITS:
+            writer.write(split, batch.blocks[split], batch.documents[split])
+        writer.skipped += batch.skipped
+        writer.position = list(batch.after)
+        if time.monotonic() - saved >= SAVE_INTERVAL_S:
+            writer.save(writer.position)
+            saved = time.monotonic()
+        report(_tally(writer, batch.bytes_read))
+
+
+def _tally(writer: TokenWriter, bytes_read: int = 0) -> Tally:
+    totals = (sum(count[key] for count in writer.counts.values()) for key in ("documents", "tokens"))
+    documents, tokens = totals
+    return Tally(documents, writer.skipped, tokens, bytes_read)
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
@@ -132,116 +217,31 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-def input_files(source: str | None) -> list[Path]:
-    """The readable files that `source`, a file, folder or glob, stands for, sorted. Raises UserError for none."""
-    if not source:
-        raise UserError("data.source is not set: name a file, a folder or a glob of text files.")
-    path = Path(source).expanduser()
-    found = path.rglob("*") if path.is_dir() else map(Path, glob.glob(str(path), recursive=True))
-    # A path with brackets in it is a file, whatever glob makes of it.
-    candidates = [path] if path.is_file() else found
-    files = sorted(file for file in candidates if file.is_file() and file.name.endswith(tuple(READERS)))
-    if not files:
-        raise UserError(f"data.source={source} matches no file that ends in {', '.join(READERS)}: set another one.")
-    return files
-
-
-def read_documents(files: list[Path], column: str) -> Iterator[Document]:
-    """The documents of `files` in order. Raises UserError naming the file and row that cannot be read."""
-    bytes_before = 0
-    for path in files:
-        size, number = path.stat().st_size, 0
-        read = next(reader for ending, reader in READERS.items() if path.name.endswith(ending))
-        try:
-            for number, text, share in read(path, column):
-                yield Document(f"{path.name}:{number}", text, bytes_before + round(share * size))
-        except (pa.ArrowException, OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-            raise UserError(f"{path} cannot be read from row {number + 1} on: mend or remove it ({error}).") from error
-        bytes_before += size
-
-
-def _read_parquet(path: Path, column: str) -> Iterator[Row]:
-    with pq.ParquetFile(path) as file:
-        columns = file.schema_arrow.names
-        if column not in columns:
-            raise UserError(f"{path} has no column {column}: set data.text_column to one of {', '.join(columns)}.")
-        rows, number = file.metadata.num_rows, 1
-        for batch in file.iter_batches(PARQUET_ROWS, columns=[column]):
-            for text in batch.column(0).to_pylist():
-                yield Row(number, _text(text, path, number, column), number / rows)
-                number += 1
-
-
-def _read_jsonl(path: Path, column: str) -> Iterator[Row]:
-    with _open(path) as (lines, share):
-        for number, line in enumerate(lines, start=1):
-            text = _json_text(line, path, number, column) if line.strip() else None
-            yield Row(number, text, share())
-
-
-def _json_text(line: bytes, path: Path, number: int, column: str) -> str | None:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path} row {number} is no JSON: mend or remove it ({error}).") from error
-    if not isinstance(row, dict) or column not in row:
-        found = f"only {', '.join(row)}" if isinstance(row, dict) else "no object"
-        raise UserError(f"{path} row {number} has no key {column}, {found}: set data.text_column.")
-    return _text(row[column], path, number, column)
-
-
-def _read_txt(path: Path, column: str) -> Iterator[Row]:
-    with _open(path) as (file, _):
-        yield Row(1, file.read().decode("utf-8"), 1.0)
-
-
-READERS = {
-    ".parquet": _read_parquet,
-    ".jsonl": _read_jsonl,
-    ".jsonl.gz": _read_jsonl,
-    ".txt": _read_txt,
-    ".txt.gz": _read_txt,
-}
-
-
-def _text(value: object, path: Path, number: int, column: str) -> str | None:
-    if value is not None and not isinstance(value, str):
-        raise UserError(
-            f"{path} row {number} holds a {type(value).__name__} in {column}, not text: set data.text_column."
-        )
-    return value
-
-
 @contextmanager
-def _open(path: Path) -> Iterator[tuple[IO[bytes], Callable[[], float]]]:
-    """The file's bytes, unpacked where it ends in .gz, and a function that says what share of it is read by now."""
-    size = path.stat().st_size or 1
-    with open(path, "rb") as raw, gzip.open(raw) if path.suffix == ".gz" else raw as file:
-        yield file, lambda: raw.tell() / size
-
-
-@contextmanager
-def _progress(total_bytes: int, log: Callable[[str], None]) -> Iterator[Callable[[Tally], None]]:
+def _progress(
+    corpus: Corpus, position: list[int] | None, log: Callable[[str], None]
+) -> Iterator[Callable[[Tally], None]]:
     """A function to call with the tally after every batch: moves a bar on a terminal, logs a line now and then else."""
+    read_before = sum(path.stat().st_size for path in corpus.files[: position[0] if position else 0])
     if not Console().is_terminal:
-        yield _line_reporter(total_bytes, log)
+        yield _line_reporter(corpus.bytes, read_before, log)
         return
     columns = (BarColumn(), TextColumn("{task.description}"), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns) as bar:
-        task = bar.add_task("", total=total_bytes)
+        task = bar.add_task("", total=corpus.bytes, completed=read_before)
         yield lambda tally: bar.update(task, completed=tally.bytes_read, description=str(tally))
 
 
-def _line_reporter(total_bytes: int, log: Callable[[str], None]) -> Callable[[Tally], None]:
+def _line_reporter(total_bytes: int, read_before: int, log: Callable[[str], None]) -> Callable[[Tally], None]:
     start = last = time.monotonic()
 
     def report(tally: Tally) -> None:
         nonlocal last
         now = time.monotonic()
-        if now - last < LOG_INTERVAL_S or not tally.bytes_read:
+        if now - last < LOG_INTERVAL_S or tally.bytes_read <= read_before:
             return
         last = now
-        rate = tally.bytes_read / (now - start)
+        rate = (tally.bytes_read - read_before) / (now - start)
         eta = (total_bytes - tally.bytes_read) / rate
         log(f"{tally}, {tally.bytes_read / total_bytes:.0%} read at {rate / 1e6:.1f} MB/s, {eta:.0f} s to go")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from data.config import DataConfig
 from data.tokenizers import get_tokenizer
-from data.tokens import has_files, read_meta, split_of, write_tokens
+from data.tokens import TokenWriter, has_files, read_meta, split_of
 from errors import UserError
 
 SKIPPED_FOLDERS = {"test", "tests", "idlelib", "site-packages", "dist-packages", "__pycache__"}
@@ -35,8 +35,10 @@ def build(config: DataConfig) -> None:
     if meta and meta["source"] == source and meta["tokenizer"] == config.tokenizer and has_files(folder):
         return
     tokenizer = get_tokenizer(config.tokenizer)
-    documents = ((split_of(name, config), tokenizer.encode(text)) for name, text in read_files(files))
-    write_tokens(folder, documents, tokenizer, source)
+    with TokenWriter(folder, source, resume=False) as writer:
+        for name, text in read_files(files):
+            writer.write(split_of(name, config), tokenizer.encode_document(text).tobytes(), 1)
+        writer.finish(tokenizer.name, source)
 
 
 def library_folder() -> Path:

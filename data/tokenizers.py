@@ -1,12 +1,11 @@
 """Text to token ids and back: UTF-8 bytes, or GPT-2's byte-pair encoding."""
 
 import codecs
-import os
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
+import numpy as np
 import tiktoken
 
 from errors import UserError
@@ -25,8 +24,8 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """Ids of `text`; "<|endoftext|>" in it is ordinary text, lone surrogates are replaced."""
 
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """`encode` of each text, on all cores where that is faster."""
+    def encode_document(self, text: str) -> np.ndarray:
+        """`encode` of a text and end of text, uint16; releases the GIL where the work is worth a thread."""
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids`; bytes that are no UTF-8 become U+FFFD."""
@@ -45,8 +44,9 @@ class ByteTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8", errors="replace"))
 
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
+    def encode_document(self, text: str) -> np.ndarray:
+        ids = np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8)
+        return np.append(ids.astype(np.uint16), np.uint16(self.eot))
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
@@ -70,21 +70,22 @@ class GPT2Tokenizer:
         self._encoding = _load_gpt2()
 
     def encode(self, text: str) -> list[int]:
+        return self.encode_document(text)[:-1].tolist()
+
+    def encode_document(self, text: str) -> np.ndarray:
         try:
-            return self._encoding.encode_ordinary(text)
+            ids = self._encoding.encode_to_numpy(text, disallowed_special=())
+        except UnicodeEncodeError:  # lone surrogates
+            return self.encode_document(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
         except BaseException as error:
-            # tiktoken's regex overflows on about a million blanks in a row; Rust's panic is no Exception.
-            if type(error).__name__ != "PanicException":
+            # tiktoken's regex overflows on about a million blanks in a row. Rust's panic is no Exception.
+            if not isinstance(error, ValueError) and type(error).__name__ != "PanicException":
                 raise
             raise UserError(
                 f"tiktoken cannot encode the document of {len(text)} characters that begins with {text[:60]!r}: "
                 "remove it, or shorten its runs of white space."
             ) from error
-
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        # Threads suffice: tiktoken releases the GIL.
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            return list(pool.map(self.encode, texts))
+        return np.append(ids.astype(np.uint16), np.uint16(self.eot))
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._encoding.decode(list(ids), errors="replace")

@@ -7,25 +7,28 @@ meta.json is written last and holds `tokenizer`, `vocab_size`, `counts` (tokens 
 import hashlib
 import json
 import os
-import tempfile
-from collections.abc import Iterable, Sequence
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
+from filelock import FileLock, Timeout
 
 from data.config import DataConfig
-from data.tokenizers import Tokenizer, vocab_size
+from data.tokenizers import vocab_size
 from errors import UserError
 
 SPLITS = ("train", "val")
 DTYPE = np.dtype("<u2")
+PROGRESS = "settings", "position", "counts", "skipped"  # of a TokenWriter, as progress.json has it
 REMEDIES = {
     "stdlib": "delete {dir} and it is built again",
     "tokens": "set data.dir to a folder of whole token files",
     "text": "delete what {dir} holds and run `python -m data.prepare data=text data.source=... data.dir={dir}`, "
     "or set data.dir",
 }
+REMEDY = "delete what {dir} holds and run `python -m data.prepare data={name} data.dir={dir}`, or set data.dir"
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ def open_tokens(config: DataConfig) -> TokenSet:
 
 
 def _open_split(path: Path, meta: dict | None, config: DataConfig) -> np.ndarray:
-    remedy = REMEDIES[config.name].format(dir=config.dir)
+    remedy = REMEDIES.get(config.name, REMEDY).format(dir=config.dir, name=config.name)
     if not path.is_file():
         raise UserError(f"{path} does not exist: {remedy}.")
     size = path.stat().st_size
@@ -103,45 +106,122 @@ def split_of(document: str, config: DataConfig) -> str:
     return "val" if int.from_bytes(digest[:8]) < config.val_fraction * 2**64 else "train"
 
 
-def write_tokens(
-    folder: Path, documents: Iterable[tuple[str, Sequence[int]]], tokenizer: Tokenizer, source: dict
-) -> dict:
-    """Write `documents`, pairs of a split and token ids, as train.bin and val.bin, and return what meta.json says.
+class TokenWriter:
+    """train.bin and val.bin in the making, in `folder`/unfinished, from where a killed process can be continued.
 
-    End of text follows each document. Streams into a scratch folder inside `folder` and moves the files out when all
-    are whole. Raises UserError where a split got no document, or where token files of unknown origin are in the way.
+    What is written counts from the next `save` on; whatever a process wrote after its last one is cut off when another
+    continues. `finish` moves the files to `folder`, meta.json last. Raises UserError where another process is at it,
+    where unfinished files were begun with other settings, or where token files of unknown origin are in the way.
     """
-    if read_meta(folder) is None and any((folder / f"{split}.bin").exists() for split in SPLITS):
-        raise UserError(f"{folder} holds token files without a meta.json: choose another data.dir or delete them.")
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="unfinished-", dir=folder) as scratch:
-        scratch = Path(scratch)
-        meta = {"tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size, "source": source}
-        meta |= _write_splits(scratch, documents, tokenizer.eot)
-        (scratch / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
-        # An old description must not vouch for new files, nor a new one for old files.
-        (folder / "meta.json").unlink(missing_ok=True)
-        for name in ("train.bin", "val.bin", "meta.json"):
-            os.replace(scratch / name, folder / name)
-    return meta
 
+    def __init__(self, folder: Path, settings: dict, *, resume: bool = True):
+        if read_meta(folder) is None and any((folder / f"{split}.bin").exists() for split in SPLITS):
+            raise UserError(f"{folder} holds token files without a meta.json: choose another data.dir or delete them.")
+        self.folder, self.scratch, self.settings = folder, folder / "unfinished", settings
+        self.counts = {split: {"tokens": 0, "documents": 0} for split in SPLITS}
+        self.position: list[int] | None = None
+        """Where to read on: what was last given to `save`, None at the start."""
+        self.skipped = 0
+        self.scratch.mkdir(parents=True, exist_ok=True)
+        self._lock = FileLock(self.scratch / "lock")
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout as error:
+            raise UserError(f"Another process is writing to {self.scratch}: wait for it, or stop it.") from error
+        if resume:
+            self._continue()
+        self._files = {split: self._open(split) for split in SPLITS}
 
-def _write_splits(scratch: Path, documents: Iterable[tuple[str, Sequence[int]]], eot: int) -> dict:
-    counts = {split: {"tokens": 0, "documents": 0} for split in SPLITS}
-    hashes = {split: hashlib.sha256() for split in SPLITS}
-    with open(scratch / "train.bin", "wb") as train, open(scratch / "val.bin", "wb") as val:
-        files = {"train": train, "val": val}
-        for split, ids in documents:
-            block = np.array([*ids, eot], dtype=DTYPE).tobytes()
-            files[split].write(block)
-            hashes[split].update(block)
-            counts[split]["tokens"] += len(ids) + 1
-            counts[split]["documents"] += 1
-        for file in files.values():
+    def _continue(self) -> None:
+        path = self.scratch / "progress.json"
+        if not path.exists():
+            return
+        progress = json.loads(path.read_text(encoding="utf-8"))
+        if differing := differences(progress["settings"], self.settings):
+            raise UserError(
+                f"{self.scratch} was begun with {differing}: finish that first, delete it, or choose another data.dir."
+            )
+        self.counts, self.position, self.skipped = progress["counts"], progress["position"], progress["skipped"]
+
+    def _open(self, split: str) -> BinaryIO:
+        file = open(self.scratch / f"{split}.bin", "ab")  # noqa: SIM115 (closed by `close`)
+        file.truncate(self.counts[split]["tokens"] * DTYPE.itemsize)
+        return file
+
+    def write(self, split: str, block: bytes, documents: int) -> None:
+        """Appends whole documents, each followed by end of text."""
+        self._files[split].write(block)
+        self.counts[split]["tokens"] += len(block) // DTYPE.itemsize
+        self.counts[split]["documents"] += documents
+
+    def save(self, position: list[int]) -> None:
+        """Makes everything written so far last, and `position` the place from which to go on."""
+        self.position = position
+        for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
-    for split, change in (("train", "lower"), ("val", "raise")):
-        if not counts[split]["documents"]:
-            total = sum(count["documents"] for count in counts.values())
-            raise UserError(f"None of the {total} documents fell into {split}.bin: {change} data.val_fraction.")
-    return {"counts": counts, "sha256": {f"{split}.bin": hashes[split].hexdigest() for split in SPLITS}}
+        self._write_json("progress.json", {name: getattr(self, name) for name in PROGRESS})
+
+    def finish(self, tokenizer: str, source: dict) -> dict:
+        """Moves the files to where they are read, and returns what meta.json says of them.
+
+        Raises UserError where a split got no document.
+        """
+        for split, change in (("train", "lower"), ("val", "raise")):
+            if not self.counts[split]["documents"]:
+                total = sum(count["documents"] for count in self.counts.values())
+                self.close()
+                shutil.rmtree(self.scratch)
+                raise UserError(f"None of the {total} documents fell into {split}.bin: {change} data.val_fraction.")
+        self.save(self.position)
+        meta = {"tokenizer": tokenizer, "vocab_size": vocab_size(tokenizer), "source": source, "counts": self.counts}
+        meta["sha256"] = {f"{split}.bin": checksum(self.scratch / f"{split}.bin") for split in SPLITS}
+        self._write_json("meta.json", meta)
+        self.close()
+        publish(self.folder)
+        return meta
+
+    def _write_json(self, name: str, content: dict) -> None:
+        partial = self.scratch / f"{name}.partial"
+        with open(partial, "w", encoding="utf-8") as file:
+            file.write(json.dumps(content, indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, self.scratch / name)
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+        self._lock.release()
+
+    def __enter__(self) -> "TokenWriter":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+
+def publish(folder: Path) -> None:
+    """Moves finished token files out of `folder`/unfinished, if there are any; may be killed and called again."""
+    scratch = folder / "unfinished"
+    if not (scratch / "meta.json").exists():
+        return
+    # An old description must not vouch for new files, nor a new one for old files.
+    (folder / "meta.json").unlink(missing_ok=True)
+    for name in ("train.bin", "val.bin", "meta.json"):
+        if (scratch / name).exists():
+            os.replace(scratch / name, folder / name)
+    shutil.rmtree(scratch)
+
+
+def checksum(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def differences(before: dict, now: dict) -> str:
+    """What of two settings differs, as text: "a=1, not a=2"; empty where nothing does."""
+    keys = [key for key in now if before.get(key) != now[key]]
+    was, wanted = (", ".join(f"{key}={side.get(key)}" for key in keys) for side in (before, now))
+    return f"{was}, not {wanted}" if keys else ""

@@ -1,17 +1,27 @@
-import gzip
 import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from omegaconf import OmegaConf
 
+from data import hub
 from data import prepare as module
 from data.config import DataConfig
-from data.prepare import prepare
-from data.tokens import open_tokens, split_of
+from data.prepare import hold_out, prepare
+from data.tokens import open_tokens
 from errors import UserError
+from tests.e2e import ROOT, python_path
 
+FILES = "train.bin", "val.bin", "meta.json"
 TEXTS = [f"Document {i}: " + "naïve 語 🙂 " * (i % 7) for i in range(300)]
 
 
@@ -21,7 +31,7 @@ def write_parquet(path, texts, column="text"):
 
 def write_jsonl(path, texts):
     lines = "".join(json.dumps({"text": text, "id": 1}) + "\n" for text in texts).encode()
-    path.write_bytes(gzip.compress(lines) if path.suffix == ".gz" else lines)
+    path.write_bytes(pack(lines, path.suffix) if path.suffix in (".gz", ".zst") else lines)
 
 
 def config_of(tmp_path, **settings):
@@ -30,11 +40,12 @@ def config_of(tmp_path, **settings):
     return DataConfig(**{"name": "text"} | defaults | settings)
 
 
-def in_memory(named_texts, tokenizer, config):
+def in_memory(texts, tokenizer, config):
     """Both splits' tokens, encoded one document after the other."""
     splits = {"train": [], "val": []}
-    for name, text in named_texts:
-        splits[split_of(name, config)] += [*tokenizer.encode(text), tokenizer.eot]
+    held_out = hold_out(len(texts), config.val_fraction, config.split_seed)
+    for text, out in zip(texts, held_out, strict=True):
+        splits["val" if out else "train"] += [*tokenizer.encode(text), tokenizer.eot]
     return splits
 
 
@@ -44,31 +55,154 @@ def assert_prepared(config, expected):
     assert tokens.val.tolist() == expected["val"]
 
 
-@pytest.mark.parametrize("batch", [1, 7, 1024], ids="batches of {}".format)
-def test_all_formats_equal_a_straightforward_encoding(tmp_path, tokenizer, batch, monkeypatch):
-    monkeypatch.setattr(module, "BATCH_DOCUMENTS", batch)
-    config = config_of(tmp_path, tokenizer=tokenizer.name)
-    monkeypatch.setattr(module, "get_tokenizer", lambda name: tokenizer)
-    folder = tmp_path / "in"
+def pack(data, ending):
+    codec = {".gz": "gzip", ".zst": "zstd"}[ending]
+    return pa.compress(data, codec=codec, asbytes=True)
+
+
+def write_corpus(folder):
+    """TEXTS in every format, and a file that is none of it."""
     write_parquet(folder / "a.parquet", TEXTS[:100])
     write_jsonl(folder / "b.jsonl", TEXTS[100:200])
-    write_jsonl(folder / "c.jsonl.gz", TEXTS[200:298])
-    (folder / "d.txt").write_text(TEXTS[298], encoding="utf-8")
-    (folder / "e.txt.gz").write_bytes(gzip.compress(TEXTS[299].encode()))
+    write_jsonl(folder / "c.jsonl.gz", TEXTS[200:250])
+    write_jsonl(folder / "d.jsonl.zst", TEXTS[250:297])
+    (folder / "e.txt").write_text(TEXTS[297], encoding="utf-8")
+    (folder / "f.txt.gz").write_bytes(pack(TEXTS[298].encode(), ".gz"))
+    (folder / "g.raw.zst").write_bytes(pack(TEXTS[299].encode(), ".zst"))
     (folder / "notes.md").write_text("not text of the corpus")
+
+
+@pytest.mark.parametrize(("batch", "workers"), [(1, 3), (7, 1), (1024, None)])
+def test_all_formats_equal_a_straightforward_encoding(tmp_path, tokenizer, batch, workers, monkeypatch):
+    """However many documents make a batch, and threads the work."""
+    monkeypatch.setattr(module, "BATCH_DOCUMENTS", batch)
+    config = config_of(tmp_path, tokenizer=tokenizer.name, workers=workers)
+    monkeypatch.setattr(module, "get_tokenizer", lambda name: tokenizer)
+    write_corpus(tmp_path / "in")
     prepare(config, log=lambda line: None)
-    rows = [("a.parquet", 100), ("b.jsonl", 100), ("c.jsonl.gz", 98), ("d.txt", 1), ("e.txt.gz", 1)]
-    names = [f"{file}:{row + 1}" for file, count in rows for row in range(count)]
-    assert_prepared(config, in_memory(zip(names, TEXTS, strict=True), tokenizer, config))
+    assert_prepared(config, in_memory(TEXTS, tokenizer, config))
 
 
-def test_about_the_wanted_share_is_held_out(tmp_path):
+def test_the_documents_that_nanogpt_holds_out_are_held_out():
+    rows = 8013
+    split = datasets.Dataset.from_dict({"row": list(range(rows))}).train_test_split(test_size=0.0005, seed=2357)
+    assert np.flatnonzero(hold_out(rows, 0.0005, 2357)).tolist() == sorted(split["test"]["row"])
+
+
+def test_rows_that_are_lines_are_joined_to_documents(tmp_path):
+    lines = [" \n", " = One = \n", "", " a line \n", " = = Part = = \n", " more \n", " = Two = \n", " last \n", None]
+    joined = ["".join(lines[1:6]), "".join(lines[6:8])]
+    config = config_of(tmp_path, document_start="^ = [^=\n]+ = \n$", train_files="*train*", val_files="*valid*")
+    write_parquet(tmp_path / "in" / "train-0.parquet", lines)
+    (tmp_path / "in" / "wiki.valid.raw").write_text("".join(lines[1:8]))
+    write_parquet(tmp_path / "in" / "test-0.parquet", lines)  # of neither split
+    said = []
+    prepare(config, log=said.append)
+    assert "4 documents (1 empty ones skipped)" in said[-1]
+    expected = [token for text in joined for token in [*text.encode(), 256]]
+    assert_prepared(config, {"train": expected, "val": expected})
+
+
+def test_files_for_a_split_must_be_there(tmp_path):
+    config = config_of(tmp_path, val_files="*valid*")
+    write_parquet(tmp_path / "in" / "train-0.parquet", TEXTS)
+    with pytest.raises(UserError, match=r"No file is called \*valid\*: set data\.val_files"):
+        prepare(config, log=lambda line: None)
+
+
+KILLED = """
+import sys
+import data.prepare as module
+from data.config import DataConfig
+module.SAVE_INTERVAL_S = module.LOG_INTERVAL_S = 0.0
+module.BATCH_DOCUMENTS = 7
+config = DataConfig("text", sys.argv[2], "byte", source=sys.argv[1], val_fraction=0.2, workers=int(sys.argv[3]))
+module.prepare(config, log=lambda line: print(line, flush=True))
+"""
+
+
+def test_killed_at_any_moment_it_continues_to_the_same_bytes(tmp_path):
+    """kill -9 after a random number of batches, each time with another number of workers."""
     config = config_of(tmp_path)
-    held_out = np.mean([split_of(f"file:{i}", config) == "val" for i in range(10_000)])
-    assert held_out == pytest.approx(config.val_fraction, abs=0.02)
-    assert [split_of(f"file:{i}", config) for i in range(99)] != [
-        split_of(f"file:{i}", config_of(tmp_path, split_seed=1)) for i in range(99)
-    ]
+    write_corpus(tmp_path / "in")
+    prepare(config, log=lambda line: None)
+    random, killed, said = np.random.default_rng(0), 0, []
+    environment = {**os.environ, "PYTHONPATH": python_path()}
+    for attempt in range(60):
+        command = [sys.executable, "-c", KILLED, str(tmp_path / "in"), str(tmp_path / "again"), str(1 + attempt % 3)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, cwd=ROOT, text=True) as process:
+            for _ in range(random.integers(3, 9)):
+                said.append(process.stdout.readline())
+            process.kill()
+        killed += process.returncode == -signal.SIGKILL
+        if (tmp_path / "again" / "meta.json").exists():
+            break
+    assert killed >= 3 and any("continuing after" in line for line in said)
+    assert all((tmp_path / "again" / name).read_bytes() == (tmp_path / "out" / name).read_bytes() for name in FILES)
+
+
+def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+    config = config_of(tmp_path)
+    write_corpus(tmp_path / "in")
+    usage = shutil.disk_usage(tmp_path)._replace(free=10_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(
+        UserError, match=r"out needs about .* GB more for [\d,]+ tokens, and its disk has 0\.00 GB left"
+    ):
+        prepare(config, log=lambda line: None)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("corpus", ["openwebtext", "wikitext-2", "wikitext-103", "fineweb-edu-10bt", "tinystories"])
+def test_a_corpus_of_the_hub_comes_from_its_cache_or_fails_at_once(tmp_path, monkeypatch, corpus):
+    """Without a network: one sentence within ten seconds, and none where all shards are cached."""
+    settings = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "data" / f"{corpus}.yaml"))
+    settings |= {"dir": str(tmp_path / "out"), "tokenizer": "byte", "expected_documents": None}
+    config = DataConfig(**settings)
+    cached = tmp_path / "snapshot"
+    shards = {"openwebtext": 2}.get(corpus, 1)
+    offline(monkeypatch, cached)
+    started = time.monotonic()
+    with pytest.raises(UserError, match=r"is not in the hub's cache .*data\.source.*HF_HOME.*HF_HUB_OFFLINE"):
+        prepare(config, log=lambda line: None)
+    assert time.monotonic() - started < 10
+    for i in range(shards):
+        names = [f"{split}-{i:05}-of-{shards:05}.parquet" for split in ("train", "validation")]
+        for name in names[: 1 if config.val_files is None else 2]:
+            path = cached / config.hub_files.replace("train-*", "*").replace("*.parquet", name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_parquet(path, [" = Title = \n", *TEXTS])
+        if i + 1 < shards:  # an interrupted download is not taken for the whole
+            with pytest.raises(UserError, match="is not in the hub's cache"):
+                prepare(config, log=lambda line: None)
+    prepare(config, log=lambda line: None)
+    assert open_tokens(config).train.size > 1000
+
+
+def offline(monkeypatch, cached):
+    """A hub that nobody reaches, whose cache is the folder `cached`."""
+
+    def snapshot(*args, local_files_only=False, **kwargs):
+        if not cached.exists():
+            raise hub.LocalEntryNotFoundError("no snapshot")
+        return str(cached)
+
+    def unreachable(*args, **kwargs):
+        raise ConnectionError("no route to the hub")
+
+    monkeypatch.setattr(hub, "snapshot_download", snapshot)
+    monkeypatch.setattr(hub.HfApi, "dataset_info", unreachable)
+
+
+def test_totals_that_are_not_those_of_the_pinned_corpus_are_refused(tmp_path, monkeypatch):
+    config = config_of(tmp_path, source=None, hub_id="a/b", hub_revision="c", hub_files="*.parquet")
+    config.expected_documents = 301
+    (tmp_path / "snapshot").mkdir()
+    write_parquet(tmp_path / "snapshot" / "a.parquet", TEXTS)
+    offline(monkeypatch, tmp_path / "snapshot")
+    with pytest.raises(UserError, match="a/b gave 300 documents, where 301 are known of it"):
+        prepare(config, log=lambda line: None)
+    assert not (tmp_path / "out" / "train.bin").exists()
 
 
 def test_null_and_empty_texts_are_skipped_and_counted(tmp_path):
@@ -104,6 +238,17 @@ def test_progress_is_logged_where_no_terminal_is(tmp_path, monkeypatch):
     assert "100 documents" in lines[0] and "33% read at" in lines[0] and "s to go" in lines[0]
 
 
+def invalid_utf8():
+    """Strings as parquet holds them, the third of which is none."""
+    return pa.array([b"a", b"b", b"\xff", b"d"]).view(pa.string())
+
+
+def truncated_parquet(folder):
+    write_parquet(folder / "a.parquet", TEXTS)
+    content = (folder / "a.parquet").read_bytes()
+    (folder / "a.parquet").write_bytes(content[:-100])
+
+
 def broken(name, content):
     return lambda folder: (folder / name).write_bytes(content)
 
@@ -119,8 +264,21 @@ def broken(name, content):
         (broken("a.jsonl", b'{"text": "a"}\n{"body": "b"}\n'), r"a\.jsonl row 2 has no key text, only body"),
         (broken("a.jsonl", b"[1]\n"), r"a\.jsonl row 1 has no key text, no object"),
         (broken("a.jsonl", b'{"text": 3}\n'), r"a\.jsonl row 1 holds a int in text"),
-        (broken("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 99)[:-9]), r"a\.jsonl\.gz cannot be read from row"),
+        (
+            broken("a.jsonl.gz", pa.compress(b'{"text": "a"}\n' * 99, codec="gzip", asbytes=True)[:-9]),
+            r"a\.jsonl\.gz cannot be read from row",
+        ),
         (broken("a.txt", b"\xff\xff"), r"a\.txt cannot be read from row 1 on"),
+        (
+            broken("a.jsonl.zst", pa.compress(b"[]\n" * 99, codec="zstd", asbytes=True)[:-9]),
+            r"a\.jsonl\.zst .*cannot be",
+        ),
+        (broken("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n'), r"a\.jsonl cannot be read from row 2 on"),
+        (
+            lambda folder: write_parquet(folder / "a.parquet", invalid_utf8()),
+            r"a\.parquet cannot be read from row 3 on",
+        ),
+        (truncated_parquet, r"a\.parquet cannot be read"),
         (broken("a.txt", b"the only one"), r"None of the 1 documents fell into (val|train)\.bin"),
     ],
     ids=[
@@ -134,6 +292,10 @@ def broken(name, content):
         "a number for text",
         "truncated gzip",
         "no utf-8",
+        "truncated zstd",
+        "no utf-8 in json",
+        "no utf-8 in parquet",
+        "truncated parquet",
         "one document",
     ],
 )

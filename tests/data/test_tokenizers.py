@@ -1,6 +1,7 @@
 import threading
 import time
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -28,9 +29,10 @@ def test_the_name_of_end_of_text_is_ordinary_text(tokenizer):
     assert tokenizer.decode(ids) == "a<|endoftext|>b"
 
 
-def test_a_batch_is_encoded_like_its_texts(tokenizer):
-    texts = ["", "one", "two words", "<|endoftext|>", "lone surrogate \ud800"]
-    assert tokenizer.encode_batch(texts) == [tokenizer.encode(text) for text in texts]
+def test_a_document_is_its_text_and_end_of_text(tokenizer):
+    for text in ("", "one", "two words", "<|endoftext|>", "lone surrogate \ud800"):
+        ids = tokenizer.encode_document(text)
+        assert ids.dtype == np.uint16 and ids.tolist() == [*tokenizer.encode(text), tokenizer.eot]
 
 
 def test_half_a_character_waits_for_the_rest(tokenizer):

@@ -5,20 +5,31 @@ import numpy as np
 import pytest
 
 from data.config import DataConfig
-from data.tokenizers import get_tokenizer
-from data.tokens import open_tokens, write_tokens
+from data.tokens import TokenWriter, open_tokens, publish
 from errors import UserError
 
 DOCUMENTS = [("train", [1, 2, 3]), ("val", [4]), ("train", []), ("train", [5, 6])]
+SETTINGS = {"name": "text"}
 
 
 def config_of(folder, **settings):
     return DataConfig(**{"name": "tokens", "dir": str(folder), "tokenizer": "byte"} | settings)
 
 
+def write(writer, documents):
+    for split, ids in documents:
+        writer.write(split, np.array([*ids, 256], dtype="<u2").tobytes(), 1)
+
+
+def write_all(folder, documents=DOCUMENTS):
+    with TokenWriter(folder, SETTINGS) as writer:
+        write(writer, documents)
+        return writer.finish("byte", SETTINGS)
+
+
 @pytest.fixture
 def corpus(tmp_path):
-    write_tokens(tmp_path / "corpus", DOCUMENTS, get_tokenizer("byte"), {"name": "text"})
+    write_all(tmp_path / "corpus")
     return tmp_path / "corpus"
 
 
@@ -84,22 +95,50 @@ def test_a_foreign_meta_is_refused(corpus, text):
 
 def test_a_split_without_documents_is_refused_and_leaves_nothing(tmp_path):
     with pytest.raises(UserError, match=r"None of the 1 documents fell into val\.bin: raise data\.val_fraction"):
-        write_tokens(tmp_path, DOCUMENTS[:1], get_tokenizer("byte"), {})
+        write_all(tmp_path, DOCUMENTS[:1])
     assert not list(tmp_path.iterdir())
 
 
-def test_a_failure_half_way_keeps_the_old_files(corpus):
-    def failing():
-        yield from DOCUMENTS
-        raise OSError("the source went away")
+def test_a_writer_goes_on_where_it_was_last_saved(tmp_path):
+    with TokenWriter(tmp_path, SETTINGS) as writer:
+        write(writer, DOCUMENTS[:2])
+        writer.save([0, 2])
+        write(writer, [("train", [9, 9])])  # lost with the process
+    with TokenWriter(tmp_path, SETTINGS) as writer:
+        assert writer.position == [0, 2]
+        write(writer, DOCUMENTS[2:])
+        writer.finish("byte", SETTINGS)
+    tokens = open_tokens(config_of(tmp_path))
+    assert (tokens.train.tolist(), tokens.val.tolist()) == ([1, 2, 3, 256, 256, 5, 6, 256], [4, 256])
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["meta.json", "train.bin", "val.bin"]
 
+
+def test_unfinished_files_of_other_settings_are_refused_and_kept(tmp_path):
+    with TokenWriter(tmp_path, SETTINGS) as writer:
+        writer.save([0, 0])
+    with pytest.raises(UserError, match="was begun with name=text, not name=other: finish that first"):
+        TokenWriter(tmp_path, {"name": "other"})
+    with TokenWriter(tmp_path, SETTINGS) as writer:
+        assert writer.position == [0, 0]
+
+
+def test_two_processes_do_not_write_the_same_files(tmp_path):
+    with TokenWriter(tmp_path, SETTINGS), pytest.raises(UserError, match="Another process is writing to"):
+        TokenWriter(tmp_path, SETTINGS)
+
+
+@pytest.mark.parametrize("moved", [0, 1, 2])
+def test_a_kill_between_the_moves_of_finished_files_does_no_harm(corpus, moved):
+    """They are moved one after another; a process killed among them has left the rest in the scratch folder."""
     before = {file.name: file.read_bytes() for file in corpus.iterdir()}
-    with pytest.raises(OSError, match="went away"):
-        write_tokens(corpus, failing(), get_tokenizer("byte"), {"name": "text"})
+    (corpus / "unfinished").mkdir()
+    for name in ("train.bin", "val.bin", "meta.json")[moved:]:
+        (corpus / name).rename(corpus / "unfinished" / name)
+    publish(corpus)
     assert {file.name: file.read_bytes() for file in corpus.iterdir()} == before
 
 
 def test_files_of_unknown_origin_are_not_overwritten(corpus):
     (corpus / "meta.json").unlink()
     with pytest.raises(UserError, match=r"holds token files without a meta\.json"):
-        write_tokens(corpus, DOCUMENTS, get_tokenizer("byte"), {"name": "text"})
+        write_all(corpus)

@@ -1,0 +1,54 @@
+import numpy as np
+import pytest
+
+from data import inspect as module
+from data.config import DataConfig
+from data.inspect import document_lengths, inspect
+from data.tokens import TokenWriter
+from errors import UserError
+
+TEXTS = ["One.", "", "Three is longer than a hundred bytes: " + "and on " * 20]
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    with TokenWriter(tmp_path / "corpus", {"name": "text"}) as writer:
+        for split in ("train", "val"):
+            for text in TEXTS:
+                writer.write(split, np.array([*text.encode(), 256], dtype="<u2").tobytes(), 1)
+        writer.finish("byte", {"name": "text"})
+    return DataConfig("tokens", str(tmp_path / "corpus"), "byte")
+
+
+def test_counts_lengths_first_documents_and_a_picture(corpus, tmp_path):
+    lines = []
+    inspect(corpus, log=lines.append)
+    total = sum(len(text) + 1 for text in TEXTS)
+    for split, line in zip(("train", "val"), lines, strict=False):
+        assert line.startswith(f"{split}.bin: {total} tokens in 3 documents") and "SHA-256 as in meta.json" in line
+        assert f"50% 5, 75% {round((5 + len(TEXTS[2]) + 1) / 2)}" in line and f"longest {len(TEXTS[2]) + 1})" in line
+    assert [line.partition(": ")[2] for line in lines[2:5]] == ["'One.'", "''", repr(TEXTS[2][:100]) + " ..."]
+    assert (tmp_path / "corpus" / "lengths.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 100])
+def test_documents_are_measured_across_chunks(chunk, monkeypatch):
+    monkeypatch.setattr(module, "CHUNK", chunk)
+    assert document_lengths(np.array([1, 2, 9, 9, 3, 9]), 9).tolist() == [3, 1, 2]
+    assert document_lengths(np.array([1, 2, 9, 3]), 9).tolist() == [3, 1]
+
+
+def test_a_damaged_file_is_refused(corpus, tmp_path):
+    path = tmp_path / "corpus" / "val.bin"
+    content = bytearray(path.read_bytes())
+    content[0] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"val\.bin has the SHA-256 .* prepare it again"):
+        inspect(corpus, log=lambda line: None)
+
+
+def test_files_without_a_description_are_inspected_too(corpus, tmp_path):
+    (tmp_path / "corpus" / "meta.json").unlink()
+    lines = []
+    inspect(corpus, log=lines.append)
+    assert "no meta.json with checksums" in lines[0]
