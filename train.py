@@ -1,5 +1,6 @@
 """Train a GPT-2 whose attention is one switch: python train.py attention=flash2 (see python train.py --help)."""
 
+import json
 import math
 import os
 import sys
@@ -23,13 +24,27 @@ from model.gpt2 import GPT2, ModelConfig
 from model.huggingface import find_pretrained, load_pretrained, read_config
 from trainer import checkpoint
 from trainer.checkpoint import Checkpoints, State
+from trainer.evaluation import score
 from trainer.flops import model_flops_per_token, peak_flops
+from trainer.loading import load_model
 from trainer.loggers import Loggers, start_loggers
 from trainer.meters import ThroughputMeter
 from trainer.optimizer import build_optimizer, learning_rate, optimizer_step
 from trainer.precision import Compute, choose_compute
 from trainer.signals import StopRequest
 from trainer.state import TrainState, check_resumable
+
+
+def main(config: Config) -> None:
+    """Trains, or evaluates alone."""
+    if config.eval_only:
+        return evaluate_only(config)
+    if config.checkpoint.load is not None:
+        raise UserError(
+            f"checkpoint={config.checkpoint.load} is what eval_only=true evaluates; to train on from it set "
+            "checkpoint.resume, or model.pretrained for Hugging Face weights"
+        )
+    train(config)
 
 
 def train(config: Config) -> None:
@@ -150,6 +165,38 @@ def evaluate(model: nn.Module, config: Config, compute: Compute, tokens: TokenSe
         count += inputs.numel()
     loss = (total / count).item()
     return {"val/loss": loss, "val/perplexity": perplexity(loss)}
+
+
+def evaluate_only(config: Config) -> None:
+    """Prints loss and perplexity of a trained model over all validation tokens, and writes evaluation.json."""
+    if config.checkpoint.load is None:
+        raise UserError("eval_only=true needs a model; give checkpoint=FILE, a run's folder, or a Hugging Face GPT-2")
+    compute, folder = choose_compute(config.device, config.precision), output_dir()
+    tokens = open_tokens(config.data)
+    model, tokenizer = load_model(config.checkpoint.load, config.attention)
+    shape = model.config
+    if tokenizer != tokens.tokenizer:
+        raise UserError(
+            f"checkpoint={config.checkpoint.load} was trained on {tokenizer} tokens, and {tokens.dir} holds "
+            f"{tokens.tokenizer} tokens; prepare the data with data.tokenizer={tokenizer}"
+        )
+    check_attention(
+        config.attention, head_dim=shape.head_dim, dtype=compute.dtype, dropout_p=0.0, device=compute.device
+    )
+    context, stride = config.evaluation.sizes(shape.context_length)
+    sizes = {"context": context, "stride": stride, "batch": config.train.batch_size}
+    result = score(model.to(compute.device), tokens.val, get_tokenizer(tokenizer), **sizes, compute=compute)
+    print(
+        f"{tokens.dir / 'val.bin'} by {config.checkpoint.load}, {config.attention.name} attention, {compute}, context "
+        f"{context}, stride {stride}:\n"
+        f"loss {result.loss:.4f} nats, perplexity {result.perplexity:.3f} over {result.tokens:,} tokens; "
+        f"{result.word_perplexity:.3f} per word, over {result.words:,} words"
+    )
+    metrics = {"val/loss": result.loss, "val/perplexity": result.perplexity, "tokens": result.tokens}
+    metrics |= {"val/word_perplexity": result.word_perplexity, "words": result.words} | sizes
+    where = {"checkpoint": config.checkpoint.load, "data": str(tokens.dir), "attention": config.attention.name}
+    (folder / "evaluation.json").write_text(json.dumps(where | metrics, indent=2) + "\n")
+    print(f"outputs in {folder}")
 
 
 def read_window(window: list[Tensor], state: TrainState, config: Config, checkpoints: Checkpoints) -> dict[str, float]:
@@ -324,4 +371,4 @@ def sample(config: Config, compute: Compute, model: GPT2, tokens: TokenSet) -> s
 
 
 if __name__ == "__main__":
-    launch(train, "config")
+    launch(main, "config", short={"checkpoint": "checkpoint.load"})

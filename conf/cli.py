@@ -25,16 +25,19 @@ from conf import schema
 from errors import UserError
 
 
-def launch(run: Callable[[Any], None], config_name: str, literal: str | None = None) -> None:
+def launch(
+    run: Callable[[Any], None], config_name: str, literal: str | None = None, short: dict[str, str] | None = None
+) -> None:
     """Calls `run` with the typed configuration that conf/<config_name>.yaml and the command line give.
 
     A UserError, and whatever Hydra refuses, ends the program with one sentence on stderr and status 2. The value of the
-    key `literal` is taken from the command line as it stands, free text being no business of Hydra's grammar.
+    key `literal` is taken from the command line as it stands, free text being no business of Hydra's grammar. `short`
+    are names that stand for longer ones.
     """
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra then raises what it would otherwise print at length
     schema.register()
     texts = [argument for argument in sys.argv[1:] if literal and argument.startswith(f"{literal}=")]
-    sys.argv[1:] = [argument for argument in sys.argv[1:] if argument not in texts]
+    sys.argv[1:] = [_full_name(argument, short or {}) for argument in sys.argv[1:] if argument not in texts]
 
     @hydra.main(version_base="1.3", config_path=str(Path(__file__).parent), config_name=config_name)
     def job(config: DictConfig) -> None:
@@ -55,6 +58,11 @@ def launch(run: Callable[[Any], None], config_name: str, literal: str | None = N
         job()
     except (HydraException, OmegaConfBaseException) as error:
         _refuse(explain(error))
+
+
+def _full_name(argument: str, short: dict[str, str]) -> str:
+    key, equals, value = argument.partition("=")
+    return f"{short.get(key, key)}{equals}{value}" if equals else argument
 
 
 def to_typed(config: DictConfig) -> Any:

@@ -14,6 +14,7 @@ from errors import UserError
 from model.attention import AttentionConfig
 from model.gpt2 import ModelConfig
 from trainer.checkpoint import CheckpointConfig
+from trainer.evaluation import EvaluationConfig
 from trainer.loggers import WandbConfig
 from trainer.optimizer import OptimizerConfig
 from trainer.precision import PrecisionConfig
@@ -91,6 +92,9 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
+    eval_only: bool = False
+    """Do not train: score the model that `checkpoint=` names on the whole of the validation tokens."""
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     device: str = "auto"
     """auto (the GPU where there is one), cpu or cuda."""
 

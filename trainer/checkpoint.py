@@ -28,6 +28,9 @@ class CheckpointConfig:
     """How many of the newest stay; the one with the best validation loss stays besides, as best.pt."""
     resume: str | None = None
     """null starts afresh; auto continues the newest in checkpoint.dir, or starts where there is none; else a path."""
+    load: str | None = None
+    """For eval_only: a checkpoint file, a run's folder, or a Hugging Face GPT-2 (folder or hub id). `checkpoint=...` on
+    the command line is short for it."""
 
     def __post_init__(self):
         for key in ("interval", "keep"):

@@ -1,0 +1,143 @@
+"""Scores over a whole token file: every token once, and the same figure as transformers by the same windows."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from data.tokenizers import get_tokenizer
+from data.tokens import TokenWriter
+from errors import UserError
+from model.attention import VARIANTS
+from tests.e2e import run
+from trainer.evaluation import EvaluationConfig, count_words, windows
+
+pytest_plugins = ["tests.e2e"]
+TEXTS = [
+    "The cat sat on the mat. " * 9,
+    "naïve 語 🙂\n\nwords  and\twords",
+    "",
+    "One more document, with <|endoftext|> in it. " * 5,
+]
+CONTEXT = 64
+
+
+@given(st.integers(2, 300), st.integers(1, 40), st.data())
+def test_every_token_but_the_first_is_scored_once_with_all_the_context_there_is(count, context, data):
+    stride = data.draw(st.integers(1, context))
+    seen = []
+    for start, stop, scored in windows(count, context, stride):
+        assert 0 < stop - start <= context and 0 < scored <= stop - start
+        for target in range(stop - scored, stop):
+            seen.append(target + 1)
+            assert target + 1 - start >= min(target + 1, context - stride + 1)
+    assert seen == list(range(1, count))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"context_length": 65}, "context_length=65 is longer than the model's 64"),
+        ({"stride": 65}, "stride=65 would leave tokens out"),
+        ({"context_length": 8, "stride": 9}, "stride=9 would leave tokens out"),
+        ({"stride": 0}, "stride=0 must be at least 1"),
+    ],
+)
+def test_windows_that_leave_tokens_out_are_refused(settings, message):
+    with pytest.raises(UserError, match=message):
+        EvaluationConfig(**settings).sizes(64)
+
+
+def test_words_are_those_of_the_texts():
+    byte = get_tokenizer("byte")
+    tokens = np.concatenate([byte.encode_document(text) for text in TEXTS])
+    assert count_words(tokens, byte) == sum(len(text.split()) for text in TEXTS)
+
+
+@pytest.fixture(scope="module")
+def hugging_face(tmp_path_factory):
+    """A small random GPT-2 as transformers saves it."""
+    torch.manual_seed(0)
+    config = GPT2Config(n_layer=2, n_head=2, n_embd=32, n_positions=CONTEXT, initializer_range=0.3)
+    model = GPT2LMHeadModel(config).eval()
+    folder = tmp_path_factory.mktemp("hf")
+    model.save_pretrained(folder)
+    return model, folder
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory, gpt2_tokenizer):
+    folder = tmp_path_factory.mktemp("tokens")
+    with TokenWriter(folder, {"name": "text"}) as writer:
+        for split in ("train", "val"):
+            for text in TEXTS:
+                writer.write(split, gpt2_tokenizer.encode_document(text).tobytes(), 1)
+        writer.finish("gpt2", {"name": "text"})
+    return folder
+
+
+def evaluated(folder, *overrides: str) -> tuple[dict, str]:
+    overrides = "eval_only=true", "device=cpu", "train.batch_size=2", f"hydra.run.dir={folder}", *overrides
+    out = run("train.py", *overrides).ok().out
+    return json.loads((folder / "evaluation.json").read_text()), out
+
+
+@torch.no_grad()
+def by_transformers(model, tokens: np.ndarray, stride: int) -> float:
+    """Mean nats of the tokens after the first, window by window, from transformers' logits."""
+    tokens, nats, done = torch.from_numpy(tokens.astype(np.int64)), 0.0, 0
+    for start in range(0, len(tokens) - 1, stride):
+        stop = min(start + CONTEXT, len(tokens) - 1)
+        losses = F.cross_entropy(
+            model(tokens[None, start:stop]).logits[0], tokens[start + 1 : stop + 1], reduction="none"
+        )
+        nats, done = nats + losses[done - start :].double().sum().item(), stop
+        if done == len(tokens) - 1:
+            return nats / done
+
+
+@pytest.mark.parametrize("attention", VARIANTS)
+@pytest.mark.parametrize("stride", [CONTEXT, 24])
+def test_a_hugging_face_model_scores_as_transformers_says(tmp_path, hugging_face, corpus, attention, stride):
+    model, folder = hugging_face
+    overrides = f"checkpoint={folder}", "data=tokens", f"data.dir={corpus}", f"evaluation.stride={stride}"
+    result, out = evaluated(tmp_path, *overrides, f"attention={attention}")
+    tokens = np.fromfile(corpus / "val.bin", dtype="<u2")
+    expected = by_transformers(model, tokens, stride)
+    words = sum(len(text.split()) for text in TEXTS)
+    assert result["val/loss"] == pytest.approx(expected, abs=1e-4)
+    assert result["val/perplexity"] == pytest.approx(math.exp(expected), rel=1e-4)
+    assert result["val/word_perplexity"] == pytest.approx(math.exp(expected * (len(tokens) - 1) / words), rel=1e-3)
+    assert f"context {CONTEXT}, stride {stride}" in out and f"over {len(tokens) - 1} tokens" in out
+
+
+def test_a_checkpoint_of_ours_is_evaluated_on_all_its_tokens(tmp_path, trained):
+    data = "data=tokens", f"data.dir={trained.parent / 'tokens'}", "data.tokenizer=byte"
+    result, _ = evaluated(tmp_path, f"checkpoint={trained}", *data)
+    assert 0 < result["val/loss"] < 5 and result["context"] == 32
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("eval_only=true",), "eval_only=true needs a model; give checkpoint=FILE"),
+        (("checkpoint=somewhere",), "is what eval_only=true evaluates; to train on from it set checkpoint.resume"),
+        (("eval_only=true", "checkpoint=nowhere", "data=stdlib"), "checkpoint=nowhere is no folder"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused_in_a_sentence(tmp_path, overrides, message):
+    outcome = run("train.py", "device=cpu", f"hydra.run.dir={tmp_path}", *overrides)
+    assert outcome.code == 2 and message in outcome.err and len(outcome.err.splitlines()) == 1
+
+
+def test_other_tokens_than_the_models_are_refused(tmp_path, hugging_face, trained):
+    overrides = f"checkpoint={hugging_face[1]}", "data=tokens", "data.tokenizer=byte"
+    folder = f"data.dir={trained.parent / 'tokens'}"
+    outcome = run("train.py", "eval_only=true", "device=cpu", f"hydra.run.dir={tmp_path}", folder, *overrides)
+    assert outcome.code == 2 and "was trained on gpt2 tokens, and" in outcome.err

@@ -1,0 +1,125 @@
+"""Loss and perplexity over the whole of a token file, by windows that slide over it."""
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from data.tokenizers import Tokenizer
+from errors import UserError
+from trainer.precision import Compute
+
+IGNORED = -100  # a target that takes no part in the loss
+
+
+@dataclass
+class EvaluationConfig:
+    """How eval_only=true goes over the validation tokens."""
+
+    context_length: int | None = None
+    """Tokens of a window; null is the model's."""
+    stride: int | None = None
+    """Tokens from one window to the next, of which the last so many are scored; null is the context: no overlap."""
+
+    def __post_init__(self):
+        for key in ("context_length", "stride"):
+            if getattr(self, key) is not None and getattr(self, key) < 1:
+                raise UserError(f"evaluation.{key}={getattr(self, key)} must be at least 1")
+
+    def sizes(self, longest: int) -> tuple[int, int]:
+        """Context and stride for a model of `longest` positions.
+
+        Raises:
+            UserError: a context that is longer, or a stride that would leave tokens out.
+        """
+        context = longest if self.context_length is None else self.context_length
+        stride = context if self.stride is None else self.stride
+        if context > longest:
+            raise UserError(f"evaluation.context_length={context} is longer than the model's {longest}; set it lower")
+        if stride > context:
+            raise UserError(
+                f"evaluation.stride={stride} would leave tokens out, being longer than the context of {context}; set "
+                "evaluation.stride lower"
+            )
+        return context, stride
+
+
+@dataclass
+class Score:
+    """What a model makes of a token file: every token but the first is predicted once."""
+
+    nats: float
+    tokens: int
+    words: int
+    """Words of the text, separated by white space; none of them an end of text."""
+
+    @property
+    def loss(self) -> float:
+        return self.nats / self.tokens
+
+    @property
+    def perplexity(self) -> float:
+        """Per token."""
+        return math.exp(min(self.loss, 700))
+
+    @property
+    def word_perplexity(self) -> float:
+        """Per word, ends of text being paid for: what figures of word-level models are compared with."""
+        return math.exp(min(self.nats / max(self.words, 1), 700))
+
+
+def windows(count: int, context: int, stride: int) -> Iterator[tuple[int, int, int]]:
+    """(start, stop, scored): inputs from start to stop, of whose targets, one further on, the last `scored` count."""
+    start = done = 0
+    while done < count - 1:
+        stop = min(start + context, count - 1)
+        yield start, stop, stop - done
+        start, done = start + stride, stop
+
+
+@torch.no_grad()
+def score(
+    model: nn.Module,
+    tokens: np.ndarray,
+    tokenizer: Tokenizer,
+    *,
+    context: int,
+    stride: int,
+    batch: int,
+    compute: Compute,
+) -> Score:
+    """The model's score on `tokens`, one dimension, `batch` windows at a time."""
+    model.eval()
+    nats = torch.zeros((), dtype=torch.float64, device=compute.device)
+    pending: list[tuple[int, int, int]] = []
+    places = list(windows(len(tokens), context, stride))
+    for i, place in enumerate(places):
+        pending.append(place)
+        alike = i + 1 < len(places) and places[i + 1][1] - places[i + 1][0] == place[1] - place[0]
+        if len(pending) == batch or not alike:
+            inputs, targets = (x.to(compute.device) for x in _gather(tokens, pending))
+            with compute.autocast():
+                nats += model(inputs, targets).double() * (targets != IGNORED).sum()
+            pending = []
+    return Score(nats.item(), len(tokens) - 1, count_words(tokens, tokenizer))
+
+
+def _gather(tokens: np.ndarray, places: list[tuple[int, int, int]]) -> tuple[Tensor, Tensor]:
+    inputs = np.stack([tokens[start:stop] for start, stop, _ in places]).astype(np.int64)
+    targets = np.stack([tokens[start + 1 : stop + 1] for start, stop, _ in places]).astype(np.int64)
+    for row, (start, stop, scored) in zip(targets, places, strict=True):
+        row[: stop - start - scored] = IGNORED
+    return torch.from_numpy(inputs), torch.from_numpy(targets)
+
+
+def count_words(tokens: np.ndarray, tokenizer: Tokenizer) -> int:
+    """Words of the documents' texts."""
+    bounds = [0, *(np.flatnonzero(tokens == tokenizer.eot) + 1).tolist(), len(tokens)]
+    texts = (
+        tokenizer.decode(tokens[a:b][tokens[a:b] != tokenizer.eot].tolist()) for a, b in itertools.pairwise(bounds)
+    )
+    return sum(len(text.split()) for text in texts)

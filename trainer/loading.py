@@ -1,0 +1,34 @@
+"""A trained model from wherever it lies."""
+
+from pathlib import Path
+
+from data.tokenizers import vocab_size
+from errors import UserError
+from model.attention import AttentionConfig, build_attention
+from model.gpt2 import GPT2, ModelConfig
+from model.huggingface import WEIGHTS, find_pretrained, load_pretrained, read_config
+from trainer import checkpoint
+
+
+def load_model(source: str, attention: AttentionConfig) -> tuple[GPT2, str]:
+    """The model of a checkpoint of ours, or of a Hugging Face folder or hub id, and the name of its tokenizer.
+
+    Raises:
+        UserError: there is none, it is broken, or it is no GPT-2 of that tokenizer.
+    """
+    path = Path(source)
+    if path.exists() and not (path / WEIGHTS).is_file():
+        state = checkpoint.load(path)
+        model = GPT2(ModelConfig(**state["model_config"]), build_attention(attention))
+        model.load_state_dict(state["model"])
+        return model, state["tokenizer"]
+    folder = find_pretrained(source, key="checkpoint")
+    shape, known = read_config(folder), vocab_size("gpt2")
+    if shape.vocab_size < known:
+        raise UserError(
+            f"checkpoint={source} knows {shape.vocab_size} tokens, fewer than the {known} of GPT-2's "
+            "tokenizer; give a model of that tokenizer, or the run that this one was exported from"
+        )
+    model = GPT2(shape, build_attention(attention))
+    load_pretrained(model, folder)
+    return model, "gpt2"
