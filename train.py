@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from conf.cli import launch, output_dir
 from conf.schema import Config, TrainConfig
-from data.loader import TrainLoader, validation_batches
-from data.tokenizers import get_tokenizer
+from data.loader import TrainLoader, document_cuts, validation_batches
+from data.tokenizers import end_of_text, get_tokenizer
 from data.tokens import TokenSet, open_tokens
 from errors import UserError
 from model.attention import build_attention, check_attention
@@ -135,13 +135,21 @@ def train_step(model: nn.Module, state: TrainState, config: Config, compute: Com
         asked = time.perf_counter()
         inputs, targets = state.loader.next_batch()
         data_wait += time.perf_counter() - asked
+        cuts = document_mask(inputs, config)
         with compute.autocast():
-            loss = model(inputs, targets)
+            loss = model(inputs, targets, **cuts)
         state.scaler.scale(loss / micro_steps).backward()
         loss_sum += loss.detach()
     lr = learning_rate(state.step, config.optimizer, config.train.max_steps)
     norm = optimizer_step(state.optimizer, state.scaler, lr, config.optimizer.grad_clip)
     return torch.stack((loss_sum / micro_steps, norm)), data_wait
+
+
+def document_mask(inputs: Tensor, config: Config) -> dict[str, Tensor]:
+    """What keeps the documents of a batch apart in the model, if they are to be."""
+    if not config.data.document_mask:
+        return {}
+    return {"cu_seqlens": document_cuts(inputs, end_of_text(config.data.tokenizer))}
 
 
 @torch.no_grad()
@@ -160,8 +168,9 @@ def evaluate(model: nn.Module, config: Config, compute: Compute, tokens: TokenSe
     )
     total, count = torch.zeros((), dtype=torch.float64, device=compute.device), 0
     for inputs, targets in batches:
+        cuts = document_mask(inputs, config)
         with compute.autocast():
-            total += model(inputs, targets) * inputs.numel()
+            total += model(inputs, targets, **cuts) * inputs.numel()
         count += inputs.numel()
     loss = (total / count).item()
     return {"val/loss": loss, "val/perplexity": perplexity(loss)}
@@ -180,12 +189,13 @@ def evaluate_only(config: Config) -> None:
             f"checkpoint={config.checkpoint.load} was trained on {tokenizer} tokens, and {tokens.dir} holds "
             f"{tokens.tokenizer} tokens; prepare the data with data.tokenizer={tokenizer}"
         )
-    check_attention(
-        config.attention, head_dim=shape.head_dim, dtype=compute.dtype, dropout_p=0.0, device=compute.device
-    )
+    documents = config.data.document_mask
+    kind = {"head_dim": shape.head_dim, "dtype": compute.dtype, "dropout_p": 0.0, "documents": documents}
+    check_attention(config.attention, device=compute.device, **kind)
     context, stride = config.evaluation.sizes(shape.context_length)
     sizes = {"context": context, "stride": stride, "batch": config.train.batch_size}
-    result = score(model.to(compute.device), tokens.val, get_tokenizer(tokenizer), **sizes, compute=compute)
+    options = {"compute": compute, "document_mask": config.data.document_mask}
+    result = score(model.to(compute.device), tokens.val, get_tokenizer(tokenizer), **sizes, **options)
     print(
         f"{tokens.dir / 'val.bin'} by {config.checkpoint.load}, {config.attention.name} attention, {compute}, context "
         f"{context}, stride {stride}:\n"
@@ -265,9 +275,9 @@ def build_model(config: Config, compute: Compute, tokens: TokenSet, resumed: Sta
         )
     if resumed:
         check_resumable(resumed, shape, tokens.tokenizer, config.checkpoint.resume)
-    check_attention(
-        config.attention, head_dim=shape.head_dim, dtype=compute.dtype, dropout_p=shape.dropout, device=compute.device
-    )
+    documents = config.data.document_mask
+    kind = {"head_dim": shape.head_dim, "dtype": compute.dtype, "dropout_p": shape.dropout, "documents": documents}
+    check_attention(config.attention, device=compute.device, **kind)
     torch.manual_seed(config.train.seed)
     model = GPT2(shape, build_attention(config.attention))
     if pretrained is not None and resumed is None:
@@ -345,7 +355,7 @@ def explain_attention(config: Config, compute: Compute, shape: ModelConfig) -> s
 
     deterministic = config.attention.deterministic or config.train.deterministic
     where = shape.context_length, arch_of(compute.device)
-    return explain(shape.head_dim, compute.dtype, True, *where, shape.dropout, deterministic)
+    return explain(shape.head_dim, compute.dtype, True, *where, shape.dropout, deterministic, config.data.document_mask)
 
 
 def sample(config: Config, compute: Compute, model: GPT2, tokens: TokenSet) -> str:

@@ -59,6 +59,9 @@ class DataConfig:
     expected_tokens: int | None = None
     """How many tokens of GPT-2's they are, one after each document included."""
 
+    document_mask: bool = False
+    """In training and evaluation, documents do not see each other: attention ends where a document begins."""
+
     workers: int | None = None
     """Threads that tokenize; null for as many as there are cores. The token files do not depend on it."""
 

@@ -160,6 +160,20 @@ def validation_batches(
     )
 
 
+def document_cuts(inputs: Tensor, eot: int) -> Tensor:
+    """Cumulative lengths of the documents in inputs (B, T) laid end to end, for an attention that keeps them apart.
+
+    A document begins with each sequence and after each end of text. The result is (B * T + 1,) int32 whatever their
+    number, so that no shape depends on the data: the total length fills it up.
+    """
+    starts = torch.ones_like(inputs, dtype=torch.bool)
+    starts[:, 1:] = inputs[:, :-1] == eot
+    total = inputs.numel()
+    places = torch.arange(total, dtype=torch.int32, device=inputs.device)
+    cuts = torch.where(starts.flatten(), places, total).to(torch.int32).sort().values
+    return torch.cat([cuts, cuts.new_full((1,), total)])
+
+
 def _check_length(tokens: np.ndarray, context_length: int, name: str) -> None:
     if len(tokens) <= context_length:
         raise UserError(

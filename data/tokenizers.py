@@ -108,6 +108,11 @@ def vocab_size(name: str) -> int:
     return _tokenizer_class(name).vocab_size
 
 
+def end_of_text(name: str) -> int:
+    """Id of the end-of-text token of the tokenizer called `name`."""
+    return _tokenizer_class(name).eot
+
+
 def _tokenizer_class(name: str) -> type:
     if name not in TOKENIZERS:
         raise UserError(f"data.tokenizer={name} is unknown: choose one of {', '.join(TOKENIZERS)}.")

@@ -16,6 +16,14 @@ def visible(seq_q: int, seq_k: int, device: torch.device) -> Tensor:
     return torch.ones(seq_q, seq_k, dtype=torch.bool, device=device).tril(seq_k - seq_q)
 
 
+def same_document(cu_seqlens: Tensor, batch: int, seq_len: int) -> Tensor:
+    """(B, T, T) boolean: whether two tokens are of one document, by the cumulative lengths of documents that cut the
+    batch's sequences laid end to end."""
+    token = torch.arange(batch * seq_len, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    document = torch.searchsorted(cu_seqlens, token, right=True).view(batch, seq_len)
+    return document[:, :, None] == document[:, None, :]
+
+
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """a @ b of (B, H, rows, columns) matrices with the result in `dtype`; 16-bit operands accumulate in fp32."""
     if a.dtype == dtype:
@@ -28,7 +36,8 @@ def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 class _StandardAttention(torch.autograd.Function):
     """On q (B, G, R, D), the R = H / G * T queries of a group stacked, and k and v (B, G, S, D).
 
-    `seen` (R, S) is the mask; `keep` (B, G, R, S) what dropout leaves, multiplied by `keep_scale`; both may be None.
+    `seen` (R, S) or (B, 1, R, S) is the mask; `keep` (B, G, R, S) what dropout leaves, multiplied by `keep_scale`; both
+    may be None.
     """
 
     @staticmethod
@@ -68,16 +77,21 @@ def standard_attention(
     scale: float,
     dropout_p: float = 0.0,
     keep: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> Tensor:
     """softmax(Q K^T scale) V, with S and P materialised, forward and backward.
 
     q is (B, T, H, D), k and v are (B, S, G, D) with H a multiple of G, any floating dtype; the output is (B, T, H, D)
     in q's dtype. A query that sees no key gives zeros. Dropout draws from torch's generator, unless the boolean `keep`
-    (B, H, T, S) says which probabilities survive, so that the random bits of a kernel can be checked.
+    (B, H, T, S) says which probabilities survive, so that the random bits of a kernel can be checked. With cu_seqlens
+    each document attends to itself alone, as in flash2.
     """
     (batch, seq_q, heads, head_dim), (seq_k, kv_heads) = q.shape, k.shape[1:3]
     rows = heads // kv_heads * seq_q
     seen = visible(seq_q, seq_k, q.device).repeat(heads // kv_heads, 1) if causal else None
+    if cu_seqlens is not None:
+        same = same_document(cu_seqlens, batch, seq_q).repeat(1, heads // kv_heads, 1)[:, None]
+        seen = same if seen is None else seen & same
     if dropout_p and keep is None:
         keep = torch.rand(batch, heads, seq_q, seq_k, device=q.device) >= dropout_p
     if keep is not None:

@@ -1,8 +1,9 @@
 """The attention variants a GPT-2 can be trained with: one registry, one signature.
 
 A variant is called with q (batch, seq_q, heads, head_dim), k and v (batch, seq_k, kv_heads, head_dim), which may be
-strided views of one packed projection, and returns (batch, seq_q, heads, head_dim). Asked for something it cannot do,
-it raises a ValueError that names a variant which can; nothing falls back in silence.
+strided views of one packed projection, and returns (batch, seq_q, heads, head_dim). cu_seqlens are the cumulative
+lengths of documents, each of which attends to itself alone: see flash2. Asked for something it cannot do, it raises a
+ValueError that names a variant which can; nothing falls back in silence.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from errors import UserError
 from kernels.flash2 import flash2, flash2_packed
-from kernels.standard import standard_attention
+from kernels.standard import same_document, standard_attention, visible
 
 SDPA_BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -31,22 +32,44 @@ class Attention(Protocol):
     """What every variant is."""
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, dropout_p: float = 0.0
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool,
+        scale: float,
+        dropout_p: float = 0.0,
+        cu_seqlens: Tensor | None = None,
     ) -> Tensor: ...
 
 
 def sdpa(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, dropout_p: float = 0.0, backend: str = "auto"
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    dropout_p: float = 0.0,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
 ) -> Tensor:
     """torch.nn.functional.scaled_dot_product_attention, by a backend of its own choice or a given one.
+
+    Documents become a mask of all pairs, (batch, 1, seq, seq), which the backends flash and cudnn do not take.
 
     Raises:
         ValueError: causal with fewer queries than keys, which torch aligns at the top left.
     """
-    if causal and q.shape[1] != k.shape[1]:
+    (batch, seq_q), seq_k = q.shape[:2], k.shape[1]
+    if causal and seq_q != seq_k:
         raise ValueError("attention=sdpa masks causally only q and k of one length; use attention=flash2 or naive")
+    options = {"is_causal": causal, "scale": scale, "dropout_p": dropout_p, "enable_gqa": q.shape[2] != k.shape[2]}
+    if cu_seqlens is not None:
+        same = same_document(cu_seqlens, batch, seq_q)[:, None]
+        options |= {"attn_mask": same & visible(seq_q, seq_k, q.device) if causal else same, "is_causal": False}
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    options = {"is_causal": causal, "scale": scale, "dropout_p": dropout_p, "enable_gqa": q.shape[1] != k.shape[1]}
     if backend == "auto":
         return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
     with sdpa_kernel(SDPA_BACKENDS[backend]):
@@ -104,20 +127,27 @@ def attend_packed(attention: Attention, qkv: Tensor, **options) -> Tensor:
 
 
 def check_attention(
-    config: AttentionConfig, *, head_dim: int, dtype: torch.dtype, dropout_p: float, device: torch.device
+    config: AttentionConfig,
+    *,
+    head_dim: int,
+    dtype: torch.dtype,
+    dropout_p: float,
+    device: torch.device,
+    documents: bool = False,
 ) -> None:
     """Runs the variant forward and backward once on a few tokens, so that what it cannot do shows before training.
 
     Raises:
-        UserError: it cannot run with this head size, dtype, dropout and device.
+        UserError: it cannot run with this head size, dtype, dropout and device, or with documents.
     """
     q, k, v = torch.randn(3, 1, 64, 2, head_dim, device=device, dtype=dtype).requires_grad_().unbind()
+    cuts = {"cu_seqlens": torch.tensor([0, 9, 64], dtype=torch.int32, device=device)} if documents else {}
     try:
-        build_attention(config)(q, k, v, causal=True, scale=1.0, dropout_p=dropout_p).sum().backward()
+        build_attention(config)(q, k, v, causal=True, scale=1.0, dropout_p=dropout_p, **cuts).sum().backward()
     except (ValueError, RuntimeError) as error:
         backend = f" attention.backend={config.backend}" if config.name == "sdpa" else ""
         raise UserError(
-            f"attention={config.name}{backend} cannot run on {device.type} with head_dim {head_dim}, {dtype} and "
-            f"dropout {dropout_p} ({str(error).splitlines()[0]}); choose another attention, "
-            "or attention.backend=auto with sdpa"
+            f"attention={config.name}{backend} cannot run on {device.type} with head_dim {head_dim}, {dtype}, "
+            f"dropout {dropout_p} and data.document_mask={str(documents).lower()} ({str(error).splitlines()[0]}); "
+            "choose another attention, or attention.backend=auto with sdpa"
         ) from error

@@ -79,7 +79,7 @@ class SelfAttention(nn.Module):
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, cache: KeyValueCache | None) -> Tensor:
+    def forward(self, x: Tensor, cache: KeyValueCache | None, cu_seqlens: Tensor | None) -> Tensor:
         B, T, C = x.shape
         qkv = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head)
         options = {
@@ -87,6 +87,8 @@ class SelfAttention(nn.Module):
             "scale": 1 / math.sqrt(C // self.n_head),
             "dropout_p": self.dropout.p if self.training else 0.0,
         }
+        if cu_seqlens is not None:
+            options["cu_seqlens"] = cu_seqlens
         if cache is None:
             y = attend_packed(self.attention, qkv, **options)
         else:
@@ -114,8 +116,8 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, cache: KeyValueCache | None) -> Tensor:
-        x = x + self.attn(self.ln_1(x), cache)
+    def forward(self, x: Tensor, cache: KeyValueCache | None, cu_seqlens: Tensor | None) -> Tensor:
+        x = x + self.attn(self.ln_1(x), cache, cu_seqlens)
         return x + self.mlp(self.ln_2(x))
 
 
@@ -141,16 +143,23 @@ class GPT2(nn.Module):
         if isinstance(module, (SelfAttention, MLP)):
             nn.init.normal_(module.c_proj.weight, std=0.02 / math.sqrt(2 * self.config.n_layer))
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
         """Mean cross-entropy in nats (a scalar) where targets (B, T) are given, logits (B, T, vocab_size) otherwise.
 
-        With a cache, tokens (B, T) follow those it holds; it grows by T.
+        With a cache, tokens (B, T) follow those it holds; it grows by T. With cu_seqlens, cumulative lengths of
+        documents, each attends to itself alone; positions count from the start of the sequence all the same.
         """
         start = cache.length if cache is not None else 0
         positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
         x = self.drop(_residual(self.wte(tokens) + self.wpe(positions)))
         for block in self.h:
-            x = block(x, cache)
+            x = block(x, cache, cu_seqlens)
         if cache is not None:
             cache.length += tokens.shape[1]
         x = self.ln_f(x)

@@ -314,6 +314,20 @@ def test_prepared_text_trains(workplace):
     assert rows("run")[-1]["train/loss"] < rows("run")[0]["train/loss"] - 0.5
 
 
+def test_documents_apart_train_alike_by_every_attention(workplace):
+    """Lines as documents: one curve for all attentions, and not the one of documents that see each other."""
+    for path in (workplace / "tokens").iterdir():
+        tokens = np.fromfile(path, dtype="<u2")
+        np.where(tokens == ord("\n"), 256, tokens).astype("<u2").tofile(path)
+    curves = {}
+    for attention, masked in (("naive", True), ("sdpa", True), ("flash2", True), ("flash2", False)):
+        folder = f"{attention}-{masked}"
+        train(folder, f"attention={attention}", f"data.document_mask={masked}").ok()
+        curves[attention, masked] = [loss for _, *losses in curve(folder, "train/loss", "val/loss") for loss in losses]
+    expected = pytest.approx(curves.pop(("naive", True)), abs=1e-4)
+    assert [curve == expected for curve in curves.values()] == [True, True, False]
+
+
 def test_built_in_corpus_trains_and_ends_with_a_sample(workplace):
     short = ("train.max_steps=3", "train.eval_tokens=1024", "train.batch_size=2", "wandb.mode=disabled", "device=cpu")
     outcome = run("train.py", "model=gpt2-nano", *short).ok()

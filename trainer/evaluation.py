@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from data.loader import document_cuts
 from data.tokenizers import Tokenizer
 from errors import UserError
 from trainer.precision import Compute
@@ -91,6 +92,7 @@ def score(
     stride: int,
     batch: int,
     compute: Compute,
+    document_mask: bool = False,
 ) -> Score:
     """The model's score on `tokens`, one dimension, `batch` windows at a time."""
     model.eval()
@@ -102,8 +104,9 @@ def score(
         alike = i + 1 < len(places) and places[i + 1][1] - places[i + 1][0] == place[1] - place[0]
         if len(pending) == batch or not alike:
             inputs, targets = (x.to(compute.device) for x in _gather(tokens, pending))
+            cuts = {"cu_seqlens": document_cuts(inputs, tokenizer.eot)} if document_mask else {}
             with compute.autocast():
-                nats += model(inputs, targets).double() * (targets != IGNORED).sum()
+                nats += model(inputs, targets, **cuts).double() * (targets != IGNORED).sum()
             pending = []
     return Score(nats.item(), len(tokens) - 1, count_words(tokens, tokenizer))
 

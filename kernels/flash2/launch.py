@@ -61,12 +61,13 @@ def explain(
     arch: str,
     dropout_p: float = 0.0,
     deterministic: bool = False,
+    documents: bool = False,
 ) -> str:
     """One line: what flash2 launches for contiguous inputs of this kind on an architecture."""
     tiles = tiles_for(arch, head_dim, dtype, causal, length_bucket(seq_len), dropout_p > 0)
     loads = "TMA" if arch == "sm_90" and dtype != torch.float32 else "pointers"
     parts = {name: f"{t.m}x{t.n} in {t.warps} warps and {t.stages} stages" for name, t in tiles._asdict().items()}
-    asked = arch, head_dim, dtype, seq_len, Options(causal=causal, dropout_p=dropout_p)
+    asked = arch, head_dim, dtype, seq_len, Options(None, documents or None, causal, dropout_p=dropout_p)
     kind = head_dim, causal, length_bucket(seq_len), dropout_p > 0
     forward = f"forward by plain Triton, {loads}, {parts['forward']}"
     backward = f"backward by plain Triton, {loads}, {parts['key_gradient']}, {parts['query_gradient']}"

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.loader import TrainLoader, WindowOrder, validation_batches
+from data.loader import TrainLoader, WindowOrder, document_cuts, validation_batches
 from errors import UserError
 
 CPU = torch.device("cpu")
@@ -169,3 +169,13 @@ def test_batches_on_the_gpu_are_those_on_the_cpu():
         for _ in range(20):
             for mine, theirs in zip(gpu.next_batch(), cpu.next_batch(), strict=True):
                 assert mine.is_cuda and torch.equal(mine.cpu(), theirs)
+
+
+@given(st.lists(st.lists(st.integers(0, 3), min_size=5, max_size=5), min_size=1, max_size=4))
+def test_cuts_are_where_documents_begin(rows):
+    """With 3 as end of text; as many cuts whatever the data, and documents cut where a sequence is."""
+    inputs = torch.tensor(rows)
+    cuts = document_cuts(inputs, eot=3)
+    starts = [i for i, token in enumerate(inputs.flatten()[:-1].tolist(), start=1) if token == 3 or i % 5 == 0]
+    assert cuts.tolist() == [0, *starts] + [inputs.numel()] * (inputs.numel() - len(starts))
+    assert (cuts.dtype, len(cuts)) == (torch.int32, inputs.numel() + 1)

@@ -1,5 +1,7 @@
 """Every attention variant of the registry against fp64, on one matrix of dtypes, masks, lengths and head sizes."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -71,6 +73,25 @@ def test_dropout_keeps_the_mean_and_follows_the_seed(name, device):
     torch.testing.assert_close(first.float().mean().item(), 1.0, atol=3e-3, rtol=0)
     assert first.std() > 0.01
     assert torch.equal(first, drop(1)) and not torch.equal(first, drop(2))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_documents_attend_to_themselves_alone(name, device):
+    """Two sequences cut into documents, one of a single token, against each document by itself; grouped heads."""
+    cuts = [0, 1, 40, 96, 120, 192]
+    case = Case(batch=2, seq_q=96, seq_k=96, heads=4, kv_heads=2, head_dim=32, dtype=F32)
+    attention = build_attention(AttentionConfig(name))
+    inputs = draw(case, device)
+    cu_seqlens = torch.tensor(cuts, dtype=torch.int32, device=device)
+    got = outcome(lambda q, k, v: attention(q, k, v, causal=True, scale=0.2, cu_seqlens=cu_seqlens), *inputs)
+    laid_out = [x.reshape(1, -1, *x.shape[2:]) for x in inputs]
+    alone = [
+        outcome(lambda q, k, v: attention(q, k, v, causal=True, scale=0.2), *(x[:, a:b] for x in laid_out))
+        for a, b in itertools.pairwise(cuts)
+    ]
+    for whole, parts in zip(got, zip(*alone, strict=True), strict=True):
+        torch.testing.assert_close(whole.reshape(1, -1, *whole.shape[2:]), torch.cat(parts, 1), atol=1e-4, rtol=1e-4)
 
 
 def test_the_deterministic_switch_reaches_the_operator_and_follows_torch_unless_set(monkeypatch):

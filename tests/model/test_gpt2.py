@@ -235,3 +235,15 @@ def test_an_impossible_shape_is_refused_by_name(change, key):
 @pytest.mark.parametrize(("vocab_size", "padded"), [(50_257, 50_304), (257, 320), (64, 64), (65, 128), (1, 64)])
 def test_the_vocabulary_is_padded_to_a_multiple_of_64(vocab_size, padded):
     assert ModelConfig(vocab_size=vocab_size).padded_vocab_size == padded
+
+
+@pytest.mark.parametrize("attention", VARIANTS)
+def test_a_document_is_blind_to_those_before_it(attention):
+    """The logits after the cut do not change with the tokens before it; without the cut they do."""
+    model = sharpen(build(attention)).eval()
+    tokens, other = torch.randint(0, 211, (2, 2, 12))
+    changed = torch.cat([other[:, :5], tokens[:, 5:]], 1)
+    cuts = torch.tensor([0, 5, 12, 17, 24], dtype=torch.int32)
+    for options, same in (({"cu_seqlens": cuts}, True), ({}, False)):
+        before, after = (model(x, **options)[:, 5:] for x in (tokens, changed))
+        assert torch.allclose(before, after, atol=1e-5) is same
