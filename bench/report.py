@@ -77,9 +77,25 @@ def attention_table(results: Path) -> str:
     return "\n".join(lines)
 
 
+def documents_table(results: Path) -> str:
+    """Speed of training with documents apart beside without, from one run of bench.parity."""
+    rows = json.loads((results / "h200" / "document_mask.json").read_text())["rows"]
+    by_variant = {row["variant"]: row for row in rows}
+    lines = [
+        "| attention | tokens/s | with `data.document_mask=true` | validation loss of those |",
+        "|---|--:|--:|--:|",
+    ]
+    for name in ("naive", "sdpa", "flash2"):
+        plain, masked = by_variant[name], by_variant[f"{name}:data.document_mask=true"]
+        speeds = f"{plain['tokens_per_second']:,.0f} | {masked['tokens_per_second']:,.0f}"
+        lines.append(f"| `{name}` | {speeds} | {masked['val_loss']:.4f} |")
+    return "\n".join(lines)
+
+
 def fill(text: str, results: Path = RESULTS) -> str:
     """The README with every generated part made anew."""
-    for name, make in {"parity": parity_table, "attention": attention_table}.items():
+    made = {"parity": parity_table, "attention": attention_table, "documents": documents_table}
+    for name, make in made.items():
         start, end = f"<!-- {name} -->\n", f"\n<!-- /{name} -->"
         before, _, rest = text.partition(start)
         _, mark, after = rest.partition(end.lstrip())

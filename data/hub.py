@@ -1,6 +1,7 @@
 """Files of a dataset on the Hugging Face hub, in its cache on this machine."""
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from data.config import DataConfig
 from errors import UserError
 
-TIMEOUT_S = 8.0
+TIMEOUT_S = 5.0
 
 
 def download(config: DataConfig, log: Callable[[str], None]) -> list[Path]:
@@ -23,7 +24,7 @@ def download(config: DataConfig, log: Callable[[str], None]) -> list[Path]:
         files = _files(snapshot_download(config.hub_id, local_files_only=True, **wanted), config)
     except LocalEntryNotFoundError:
         files = []
-    if files and not _missing(files):
+    if _numbered(files) and not _missing(files):
         return files
     try:
         # The download would try for 24 seconds to reach a hub that is not there; this asks once.
@@ -31,6 +32,9 @@ def download(config: DataConfig, log: Callable[[str], None]) -> list[Path]:
         log(f"downloading {config.hub_id} at {config.hub_revision}")
         return _files(snapshot_download(config.hub_id, **wanted), config)
     except Exception as error:  # the hub's client raises a dozen types for a bad name or no network
+        if files and not _missing(files):  # whose names do not tell how many there are
+            log(f"the hub is out of reach; taking the {len(files)} files of {config.hub_id} in its cache")
+            return files
         raise UserError(
             f"{config.hub_id} is not in the hub's cache and cannot be downloaded: set data.source to a copy of its "
             "files, or HF_HOME (and HF_HUB_OFFLINE=1) to a cache filled on a machine with a network "
@@ -42,11 +46,12 @@ def _files(folder: str, config: DataConfig) -> list[Path]:
     return sorted(path for path in Path(folder).glob(config.hub_files) if path.is_file())
 
 
+def _numbered(files: list[Path]) -> list[tuple[str, int]]:
+    """Of the files called like train-00003-of-00080.parquet: train, and 80."""
+    matches = [re.fullmatch(r"(.*)-\d{5}-of-(\d{5})(-[0-9a-f]+)?\.parquet", path.name) for path in files]
+    return [(match[1], int(match[2])) for match in matches if match]
+
+
 def _missing(files: list[Path]) -> bool:
-    """Whether a download was interrupted, by the names of its shards: train-00003-of-00080.parquet."""
-    series: dict[tuple[str, int], int] = {}
-    for path in files:
-        if numbered := re.fullmatch(r"(.*)-\d{5}-of-(\d{5})\.parquet", path.name):
-            key = numbered[1], int(numbered[2])
-            series[key] = series.get(key, 0) + 1
-    return any(found < count for (_, count), found in series.items())
+    """Whether a download was interrupted, by the numbers of its shards."""
+    return any(found < count for (_, count), found in Counter(_numbered(files)).items())

@@ -73,6 +73,8 @@ def prepare(config: DataConfig, *, log: Callable[[str], None] = print) -> None:
     tokenizer = get_tokenizer(config.tokenizer)
     _check_space(folder, corpus, config)
     rows = corpus.count_rows() if config.val_files is None else None
+    if rows is not None:
+        _check_expected(config, "documents", sum(rows))
     held_out = None if rows is None else hold_out(sum(rows), config.val_fraction, config.split_seed)
     with TokenWriter(folder, settings) as writer:
         if writer.position:
@@ -82,7 +84,7 @@ def prepare(config: DataConfig, *, log: Callable[[str], None] = print) -> None:
         workers = config.workers or os.cpu_count() or 1
         with _progress(corpus, writer.position, log) as report:
             _write(writer, _encode_all(batches, tokenizer, held_out, workers), report)
-        _check_expected(config, writer)
+        _check_expected(config, "tokens", _tally(writer).tokens)
         meta = writer.finish(config.tokenizer, settings)
         tally = _tally(writer)
     shares = ", ".join(f"{count['tokens']:,} in {split}.bin" for split, count in meta["counts"].items())
@@ -139,21 +141,16 @@ def _check_space(folder: Path, corpus: Corpus, config: DataConfig) -> None:
         )
 
 
-def _check_expected(config: DataConfig, writer: TokenWriter) -> None:
-    """Raises UserError where the whole of a pinned corpus has other totals than are known of it."""
-    if config.source:
+def _check_expected(config: DataConfig, key: str, total: int) -> None:
+    """Raises UserError where the whole of a pinned corpus has another number of documents or tokens than is known."""
+    expected = getattr(config, f"expected_{key}")
+    if config.source or expected in (None, total) or (key == "tokens" and config.tokenizer != "gpt2"):
         return
-    total = {key: sum(count[key] for count in writer.counts.values()) for key in ("documents", "tokens")}
-    known = {"documents": config.expected_documents}
-    if config.tokenizer == "gpt2":
-        known["tokens"] = config.expected_tokens
-    for key, expected in known.items():
-        if expected not in (None, total[key]):
-            raise UserError(
-                f"{config.hub_id} gave {total[key]:,} {key}, where {expected:,} are known of it: its files are not "
-                f"those of revision {config.hub_revision}; delete them from the hub's cache and {writer.scratch}, and "
-                "prepare it again."
-            )
+    raise UserError(
+        f"{config.hub_id} gave {total:,} {key}, where {expected:,} are known of it: its files are not whole, or not "
+        f"those of revision {config.hub_revision}; delete them from the hub's cache, and what {config.dir} holds, and "
+        "prepare it again."
+    )
 
 
 def _encode_all(

@@ -114,8 +114,10 @@ class Corpus:
         return text if text.strip() else None
 
     def _rows(self, path: Path, first: int) -> Iterator[Row]:
-        read = _read_parquet if path.suffix == ".parquet" else _read_lines if self._start else None
-        read = read or (_read_text if _is_text(path) else _read_jsonl)
+        if _is_text(path):
+            read = _read_lines if self._start else _read_text
+        else:
+            read = _read_parquet if path.suffix == ".parquet" else _read_jsonl
         number = first - 1
         with _named(path, lambda: number + 2):
             for row in read(path, self._column, first):

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 
-import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -84,6 +83,7 @@ def test_all_formats_equal_a_straightforward_encoding(tmp_path, tokenizer, batch
 
 
 def test_the_documents_that_nanogpt_holds_out_are_held_out():
+    datasets = pytest.importorskip("datasets")
     rows = 8013
     split = datasets.Dataset.from_dict({"row": list(range(rows))}).train_test_split(test_size=0.0005, seed=2357)
     assert np.flatnonzero(hold_out(rows, 0.0005, 2357)).tolist() == sorted(split["test"]["row"])
@@ -194,13 +194,16 @@ def offline(monkeypatch, cached):
     monkeypatch.setattr(hub.HfApi, "dataset_info", unreachable)
 
 
-def test_totals_that_are_not_those_of_the_pinned_corpus_are_refused(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("key", "total"), [("documents", 300), ("tokens", 77)])
+def test_totals_that_are_not_those_of_the_pinned_corpus_are_refused(tmp_path, monkeypatch, gpt2_tokenizer, key, total):
     config = config_of(tmp_path, source=None, hub_id="a/b", hub_revision="c", hub_files="*.parquet")
-    config.expected_documents = 301
+    monkeypatch.setattr(module, "get_tokenizer", lambda name: gpt2_tokenizer)
+    config.tokenizer = "gpt2"
+    setattr(config, f"expected_{key}", total + 1)
     (tmp_path / "snapshot").mkdir()
     write_parquet(tmp_path / "snapshot" / "a.parquet", TEXTS)
     offline(monkeypatch, tmp_path / "snapshot")
-    with pytest.raises(UserError, match="a/b gave 300 documents, where 301 are known of it"):
+    with pytest.raises(UserError, match=rf"a/b gave [\d,]+ {key}, where {total + 1} are known of it"):
         prepare(config, log=lambda line: None)
     assert not (tmp_path / "out" / "train.bin").exists()
 
