@@ -65,11 +65,13 @@ def prepare(config: DataConfig, *, log: Callable[[str], None] = print) -> None:
         raise UserError(f"data={config.name} needs no preparation: set data=text and data.source to prepare text.")
     folder = Path(config.dir).expanduser()
     publish(folder)
+    settings, done = _settings(config), f"{folder} is prepared already, with the same settings."
+    if config.source is None and _is_prepared(folder, settings):  # the hub's files need not be here any more
+        return log(done)
     corpus = Corpus(source_files(config, log), config)
-    settings = _settings(config, corpus)
+    settings |= {"files": len(corpus.files), "bytes": corpus.bytes}
     if _is_prepared(folder, settings):
-        log(f"{folder} is prepared already, with the same settings.")
-        return
+        return log(done)
     tokenizer = get_tokenizer(config.tokenizer)
     _check_space(folder, corpus, config)
     rows = corpus.count_rows() if config.val_files is None else None
@@ -109,13 +111,13 @@ def hold_out(rows: int, fraction: float, seed: int) -> np.ndarray:
     return held_out
 
 
-def _settings(config: DataConfig, corpus: Corpus) -> dict:
-    """What decides the token files; never the number of workers."""
+def _settings(config: DataConfig) -> dict:
+    """What decides the token files, besides the files of the corpus; never the number of workers."""
     names = ("name", "source", "hub_id", "hub_revision", "text_column", "document_start", "train_files", "val_files")
     settings = {name: getattr(config, name) for name in names}
     if config.val_files is None:
         settings |= {"val_fraction": config.val_fraction, "split_seed": config.split_seed}
-    return settings | {"tokenizer": config.tokenizer, "files": len(corpus.files), "bytes": corpus.bytes}
+    return settings | {"tokenizer": config.tokenizer}
 
 
 def _is_prepared(folder: Path, settings: dict) -> bool:

@@ -177,6 +177,10 @@ def test_a_corpus_of_the_hub_comes_from_its_cache_or_fails_at_once(tmp_path, mon
                 prepare(config, log=lambda line: None)
     prepare(config, log=lambda line: None)
     assert open_tokens(config).train.size > 1000
+    shutil.rmtree(cached)  # what is prepared needs its source no more
+    said = []
+    prepare(config, log=said.append)
+    assert "is prepared already" in said[0]
 
 
 def offline(monkeypatch, cached):
