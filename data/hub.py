@@ -1,5 +1,6 @@
 """Files of a dataset on the Hugging Face hub, in its cache on this machine."""
 
+import fnmatch
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -9,9 +10,10 @@ from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from data.config import DataConfig
+from data.patience import within
 from errors import UserError
 
-TIMEOUT_S = 5.0
+TIMEOUT_S = 6.0
 
 
 def download(config: DataConfig, log: Callable[[str], None]) -> list[Path]:
@@ -24,15 +26,16 @@ def download(config: DataConfig, log: Callable[[str], None]) -> list[Path]:
         files = _files(snapshot_download(config.hub_id, local_files_only=True, **wanted), config)
     except LocalEntryNotFoundError:
         files = []
-    if _numbered(files) and not _missing(files):
+    cached = bool(files) and not _missing(files) and _has_splits(files, config)
+    if cached and _numbered(files):
         return files
     try:
         # The download would try for 24 seconds to reach a hub that is not there; this asks once.
-        HfApi().dataset_info(config.hub_id, revision=config.hub_revision, timeout=TIMEOUT_S)
+        within(TIMEOUT_S, lambda: HfApi().dataset_info(config.hub_id, revision=config.hub_revision, timeout=TIMEOUT_S))
         log(f"downloading {config.hub_id} at {config.hub_revision}")
         return _files(snapshot_download(config.hub_id, **wanted), config)
     except Exception as error:  # the hub's client raises a dozen types for a bad name or no network
-        if files and not _missing(files):  # whose names do not tell how many there are
+        if cached:  # by names that do not tell how many there are
             log(f"the hub is out of reach; taking the {len(files)} files of {config.hub_id} in its cache")
             return files
         raise UserError(
@@ -44,6 +47,12 @@ def download(config: DataConfig, log: Callable[[str], None]) -> list[Path]:
 
 def _files(folder: str, config: DataConfig) -> list[Path]:
     return sorted(path for path in Path(folder).glob(config.hub_files) if path.is_file())
+
+
+def _has_splits(files: list[Path], config: DataConfig) -> bool:
+    """Whether there are files for every split that has its own: another program may have loaded one of them."""
+    patterns = [pattern for pattern in (config.train_files, config.val_files) if pattern is not None]
+    return all(any(fnmatch.fnmatch(path.name, pattern) for path in files) for pattern in patterns)
 
 
 def _numbered(files: list[Path]) -> list[tuple[str, int]]:

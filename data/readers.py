@@ -2,6 +2,7 @@
 
 import fnmatch
 import glob
+import hashlib
 import io
 import json
 import re
@@ -31,6 +32,8 @@ class Row(NamedTuple):
 class Document(NamedTuple):
     """A document of the corpus."""
 
+    place: str
+    """Its file and first row, for messages."""
     split: str | None
     """train or val where files say so, None where a share is to be held out."""
     row: int
@@ -55,7 +58,17 @@ class Corpus:
                     raise UserError(f"No file is called {pattern}: set data.{split}_files, or another data.source.")
         self.bytes = sum(path.stat().st_size for path in self.files)
         self._column = config.text_column
-        self._start = config.document_start and re.compile(config.document_start)
+        try:
+            self._start = config.document_start and re.compile(config.document_start)
+        except re.error as error:
+            raise UserError(
+                f"data.document_start={config.document_start} is no regular expression ({error})."
+            ) from error
+
+    def fingerprint(self) -> str:
+        """Of the files' names, order and sizes."""
+        listing = "".join(f"{path.name}\0{path.stat().st_size}\n" for path in self.files)
+        return hashlib.sha256(listing.encode(errors="surrogateescape")).hexdigest()
 
     def count_rows(self) -> list[int]:
         """Rows of each file; without those of parquet, which says, the files are read for it."""
@@ -88,7 +101,10 @@ class Corpus:
             row_before = sum(rows[:i]) if rows else 0
             for number, text, share, following in self._parts(path, first[1] if i == first[0] else 0):
                 after = (i + 1, 0) if following is None else (i, following)
-                yield Document(self.splits[i], row_before + number, text, after, bytes_before + round(share * size))
+                place = f"{path} row {number + 1}"
+                yield Document(
+                    place, self.splits[i], row_before + number, text, after, bytes_before + round(share * size)
+                )
             bytes_before += size
 
     def _parts(self, path: Path, first: int) -> Iterator[tuple[int, str | None, float, int | None]]:
@@ -207,7 +223,9 @@ def _read_jsonl(path: Path, column: str, first: int) -> Iterator[Row]:
 def _json_text(line: bytes, path: Path, number: int, column: str) -> str | None:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
+    except UnicodeDecodeError:
+        raise  # the file is broken
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} row {number + 1} is no JSON: mend or remove it ({error}).") from error
     if not isinstance(row, dict) or column not in row:
         found = f"only {', '.join(row)}" if isinstance(row, dict) else "no object"

@@ -1,13 +1,13 @@
 """Text to token ids and back: UTF-8 bytes, or GPT-2's byte-pair encoding."""
 
 import codecs
-import threading
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import numpy as np
 import tiktoken
 
+from data.patience import within
 from errors import UserError
 
 LOAD_TIMEOUT_S = 10.0
@@ -120,22 +120,12 @@ def _tokenizer_class(name: str) -> type:
 
 
 def _load_gpt2() -> tiktoken.Encoding:
-    result = {"error": f"nothing arrived within {LOAD_TIMEOUT_S:g} s"}
-
-    def load():
-        try:
-            result["encoding"] = tiktoken.get_encoding("gpt2")
-        except Exception as error:
-            result["error"] = f"{type(error).__name__}: {error}"
-
     # tiktoken downloads without a timeout: on a network that swallows packets it would hang for minutes.
-    thread = threading.Thread(target=load, daemon=True)
-    thread.start()
-    thread.join(LOAD_TIMEOUT_S)
-    if "encoding" not in result:
+    try:
+        return within(LOAD_TIMEOUT_S, lambda: tiktoken.get_encoding("gpt2"))
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"[:200]
         raise UserError(
             "GPT-2's vocabulary is not cached and could not be downloaded: set TIKTOKEN_CACHE_DIR to a folder where "
-            "tiktoken has cached it on a machine with a network, or choose data.tokenizer=byte "
-            f"({result['error'][:200]})."
-        )
-    return result["encoding"]
+            f"tiktoken has cached it on a machine with a network, or choose data.tokenizer=byte ({reason})."
+        ) from error

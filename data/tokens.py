@@ -8,6 +8,8 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -145,22 +147,36 @@ class TokenWriter:
 
     def _open(self, split: str) -> BinaryIO:
         file = open(self.scratch / f"{split}.bin", "ab")  # noqa: SIM115 (closed by `close`)
-        file.truncate(self.counts[split]["tokens"] * DTYPE.itemsize)
+        size = self.counts[split]["tokens"] * DTYPE.itemsize
+        if file.tell() < size:
+            raise UserError(f"{file.name} holds {file.tell()} bytes of the {size} written: delete {self.scratch}.")
+        file.truncate(size)
         return file
 
     def write(self, split: str, block: bytes, documents: int) -> None:
         """Appends whole documents, each followed by end of text."""
-        self._files[split].write(block)
+        with self._disk():
+            self._files[split].write(block)
         self.counts[split]["tokens"] += len(block) // DTYPE.itemsize
         self.counts[split]["documents"] += documents
 
     def save(self, position: list[int]) -> None:
         """Makes everything written so far last, and `position` the place from which to go on."""
         self.position = position
-        for file in self._files.values():
-            file.flush()
-            os.fsync(file.fileno())
-        self._write_json("progress.json", {name: getattr(self, name) for name in PROGRESS})
+        with self._disk():
+            for file in self._files.values():
+                file.flush()
+                os.fsync(file.fileno())
+            self._write_json("progress.json", {name: getattr(self, name) for name in PROGRESS})
+
+    @contextmanager
+    def _disk(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UserError(
+                f"{self.scratch} cannot be written ({error.strerror}): make room, and run the same command to continue."
+            ) from error
 
     def finish(self, tokenizer: str, source: dict) -> dict:
         """Moves the files to where they are read, and returns what meta.json says of them.
@@ -206,6 +222,7 @@ def publish(folder: Path) -> None:
     scratch = folder / "unfinished"
     if not (scratch / "meta.json").exists():
         return
+    (scratch / "progress.json").unlink(missing_ok=True)
     # An old description must not vouch for new files, nor a new one for old files.
     (folder / "meta.json").unlink(missing_ok=True)
     for name in ("train.bin", "val.bin", "meta.json"):

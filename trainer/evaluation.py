@@ -94,7 +94,16 @@ def score(
     compute: Compute,
     document_mask: bool = False,
 ) -> Score:
-    """The model's score on `tokens`, one dimension, `batch` windows at a time."""
+    """The model's score on `tokens`, one dimension, `batch` windows at a time.
+
+    Raises:
+        UserError: fewer than two tokens, or one that the model does not know.
+    """
+    if len(tokens) < 2 or tokens.max() >= model.config.vocab_size:
+        raise UserError(
+            f"these {len(tokens)} validation tokens, up to {tokens.max()}, are none for a model of "
+            f"{model.config.vocab_size}; choose the data of its tokenizer"
+        )
     model.eval()
     nats = torch.zeros((), dtype=torch.float64, device=compute.device)
     pending: list[tuple[int, int, int]] = []

@@ -432,6 +432,9 @@ def forward_kernel(
     heads / groups, D0 + D1); q1, k1 and v1 the D1 columns beyond, or None; numbers is dropout's, or None. Grid: any
     number of programs up to that of the tiles.
     """
+    # A consumer that owns fewer blocks of a tile than another gives back the slot of its last V only once the block
+    # after the next is there: of two slots, that block would wait for this very one.
+    gl.static_assert(STAGES >= 3)
     q_slots = _slots(q0, q1, 2 * CONSUMERS, D1)
     k_slots = _slots(k0, k1, STAGES, D1)
     v_slots = _slots(v0, v1, STAGES, D1)

@@ -4,7 +4,7 @@ The rule is `is_specialised`; `explain` tells in a line what it gives.
 """
 
 import logging
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -152,7 +152,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *options, tiles: Chosen | None = No
     return out, logsumexp
 
 
-@cache
+@lru_cache(maxsize=4096)
 def _plan_forward(
     dtype: torch.dtype,
     device: torch.device,

@@ -8,6 +8,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from kernels.flash2 import definition, dropout
@@ -44,9 +45,11 @@ for _name in ("forward", "backward", "backward_packed"):
 def _call(name: str, first: Tensor, *args):
     """The operator `name`; past the dispatcher, which takes the host 9 microseconds, where nothing listens to it.
 
-    What listens are torch.compile, modes such as the FLOP counter's or make_fx's, and subclasses of Tensor.
+    What listens are torch.compile, modes such as the FLOP counter's or make_fx's, subclasses of Tensor, and functorch,
+    which batches gradients.
     """
-    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or type(first) is not Tensor:
+    listens = torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or type(first) is not Tensor
+    if listens or torch._C._functorch.is_functorch_wrapped_tensor(first):
         return getattr(torch.ops.flash2, name)(first, *args)
     return getattr(_implementation(first.device.type), name)(first, *args)
 
@@ -75,15 +78,17 @@ class _Flash2(torch.autograd.Function):
     def forward(ctx, return_lse, deterministic, options, *inputs):
         q, k, v = inputs if len(inputs) == 3 else inputs[0].unbind(2)
         out, logsumexp = _call("forward", q, k, v, *options)
-        ctx.save_for_backward(*inputs, out, logsumexp)
-        ctx.deterministic, ctx.options = deterministic, options
+        ctx.save_for_backward(options.numbers, options.documents, *inputs, out, logsumexp)
+        ctx.deterministic, ctx.rest = deterministic, options[2:]
         return (out, logsumexp) if return_lse else out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dout, dlogsumexp=None):
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
         dlogsumexp = None if dlogsumexp is None else dlogsumexp.contiguous()
-        saved, rest = ctx.saved_tensors, (dlogsumexp, ctx.deterministic, *ctx.options)
+        numbers, documents, *saved = ctx.saved_tensors
+        rest = dlogsumexp, ctx.deterministic, numbers, documents, *ctx.rest
         if len(saved) == 5:
             return None, None, None, *_call("backward", dout, *saved, *rest)
         return None, None, None, _call("backward_packed", dout, *saved, *rest)
@@ -174,9 +179,15 @@ def _prepare(
     cu_seqlens: Tensor | None,
 ) -> Options:
     """The operators' options, once everything is found in order."""
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    dropout_p = float(dropout_p)
     _check(q, k, v, scale, dropout_p)
     _check_mask(q, k, causal, window, cu_seqlens)
+    shape = q.shape[0], q.shape[2], q.shape[1] + k.shape[1]
+    if numbers is not None and not (
+        numbers.shape == shape and numbers.dtype == torch.int32 and numbers.is_contiguous()
+    ):
+        raise ValueError(f"numbers are {shape} int32, contiguous, not {tuple(numbers.shape)} {numbers.dtype}")
     if dropout_p and numbers is None:
         numbers = dropout.draw(q.shape[0], q.shape[2], q.shape[1], k.shape[1], q.device)
     documents = None if cu_seqlens is None else document_bounds(cu_seqlens, *q.shape[:2])

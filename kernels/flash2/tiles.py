@@ -119,7 +119,7 @@ def specialised_for(
     pass_: str, head_dim: int, causal: bool, bucket: str, dropout: bool = False
 ) -> SpecialisedForward | SpecialisedBackward | None:
     """The settings of the warp-specialised kernel of a pass ("forward", "backward"), or None where it is not in use."""
-    sizes = read_table()["specialised"][pass_]
+    sizes = read_table().get("specialised", {}).get(pass_, {})
     settings = sizes.get(str(head_dim), {}).get(_mask(causal, dropout), {}).get(bucket)
     return settings and SPECIALISED[pass_](*settings)
 

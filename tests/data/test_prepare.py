@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import shutil
@@ -16,9 +17,10 @@ from data import hub
 from data import prepare as module
 from data.config import DataConfig
 from data.prepare import hold_out, prepare
+from data.tokenizers import get_tokenizer
 from data.tokens import open_tokens
 from errors import UserError
-from tests.e2e import ROOT, python_path
+from tests.e2e import ROOT, at_call, python_path
 
 FILES = "train.bin", "val.bin", "meta.json"
 TEXTS = [f"Document {i}: " + "naïve 語 🙂 " * (i % 7) for i in range(300)]
@@ -139,6 +141,45 @@ def test_killed_at_any_moment_it_continues_to_the_same_bytes(tmp_path):
             break
     assert killed >= 3 and any("continuing after" in line for line in said)
     assert all((tmp_path / "again" / name).read_bytes() == (tmp_path / "out" / name).read_bytes() for name in FILES)
+
+
+def test_a_file_renamed_while_it_was_unfinished_is_noticed(tmp_path, monkeypatch):
+    """Documents counted in another order of the files would be written twice, and others not at all."""
+    config = config_of(tmp_path)
+    write_jsonl(tmp_path / "in" / "a.jsonl", TEXTS[:60])
+    write_jsonl(tmp_path / "in" / "b.jsonl", TEXTS[60:])
+    monkeypatch.setattr(module, "SAVE_INTERVAL_S", 0.0)
+    monkeypatch.setattr(module, "BATCH_DOCUMENTS", 50)
+    with monkeypatch.context() as patch:
+        patch.setattr(module.TokenWriter, "finish", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(config, log=lambda line: None)
+    (tmp_path / "in" / "a.jsonl").rename(tmp_path / "in" / "z.jsonl")
+    with pytest.raises(UserError, match="was begun with names_and_sizes="):
+        prepare(config, log=lambda line: None)
+
+
+def interrupted(*_):
+    raise KeyboardInterrupt
+
+
+def test_a_full_disk_is_told_in_a_sentence_and_loses_nothing(tmp_path, monkeypatch):
+    config = config_of(tmp_path)
+    write_corpus(tmp_path / "in")
+    monkeypatch.setattr(module, "SAVE_INTERVAL_S", 0.0)
+    monkeypatch.setattr(module, "BATCH_DOCUMENTS", 50)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", at_call(7, full_disk, os.fsync))
+        with pytest.raises(UserError, match="cannot be written .*make room, and run the same command to continue"):
+            prepare(config, log=lambda line: None)
+    said = []
+    prepare(config, log=said.append)
+    assert "continuing after" in said[0]
+    assert_prepared(config, in_memory(TEXTS, get_tokenizer("byte"), config))
+
+
+def full_disk():
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(tmp_path, monkeypatch):
@@ -269,6 +310,7 @@ def broken(name, content):
         (broken("a.parquet", b"PAR1 and nothing more"), r"a\.parquet cannot be read from row 1 on"),
         (broken("a.jsonl", b'{"text": "a"}\n{"text": \n'), r"a\.jsonl row 2 is no JSON"),
         (broken("a.jsonl", b'{"text": "a"}\n{"body": "b"}\n'), r"a\.jsonl row 2 has no key text, only body"),
+        (broken("a.jsonl", b'{"text": "a"}\n{"text": ' + b"1" * 5000 + b"}\n"), r"a\.jsonl row 2 is no JSON"),
         (broken("a.jsonl", b"[1]\n"), r"a\.jsonl row 1 has no key text, no object"),
         (broken("a.jsonl", b'{"text": 3}\n'), r"a\.jsonl row 1 holds a int in text"),
         (
@@ -294,6 +336,7 @@ def broken(name, content):
         "numbers for text",
         "broken parquet",
         "broken json",
+        "endless number",
         "no such key",
         "no object",
         "a number for text",

@@ -338,6 +338,52 @@ def test_modes_and_subclasses_see_the_operators(device):
     assert isinstance(flash2(fake, fake, fake), FakeTensor)
 
 
+def small(**changes):
+    q, k, v, dout = draw(Case(batch=1, seq_q=20, seq_k=20, head_dim=16)._replace(**changes), "cpu")
+    return q.requires_grad_(), k, v, dout
+
+
+def test_gradients_can_be_batched():
+    q, k, v, dout = small()
+    out = flash2(q, k, v, causal=True)
+    batched = torch.autograd.grad(out, q, torch.stack([dout, 2 * dout]), is_grads_batched=True, retain_graph=True)[0]
+    once = torch.autograd.grad(out, q, dout)[0]
+    torch.testing.assert_close(batched, torch.stack([once, 2 * once]))
+
+
+def test_a_second_derivative_is_refused():
+    """The kernels have none, and a graph through them would be silently wrong."""
+    q, k, v, _ = small()
+    (dq,) = torch.autograd.grad(flash2(q, k, v, causal=True).sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dq.square().sum().backward()
+
+
+def test_random_numbers_changed_before_the_backward_pass_are_noticed():
+    q, k, v, _ = small()
+    numbers = dropout.draw(1, 2, 20, 20, q.device)
+    out = flash2(q, k, v, dropout_p=0.5, numbers=numbers)
+    numbers.mul_(3)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [80, 96, 128])
+def test_programs_that_walk_over_many_tiles_end(head_dim, causal):
+    """At every length of the table: more tiles than multiprocessors, whose consumers own unequal numbers of blocks."""
+    for seq_q, batch in ((512, 40), (2048, 10), (6000, 4)):
+        for more in (0, 64, -64, 1):
+            case = Case(batch, seq_q, seq_q + more, heads=2, kv_heads=2, head_dim=head_dim, causal=causal, dtype=BF16)
+            q, k, v, _ = draw(case, "cuda")
+            out, _ = launch.forward(q, k, v, *Options(causal=causal, scale=head_dim**-0.5))
+            last = slice(-1, None), slice(-70, None)  # rows aligned at the bottom right, whatever the mask
+            options = Options(causal=causal, scale=head_dim**-0.5)
+            expected, _ = definition.forward(q[last].double(), k[-1:].double(), v[-1:].double(), *options)
+            assert (out[last].double() - expected).norm() < 1e-2 * expected.norm()
+
+
 @pytest.mark.gpu
 def test_cuda_graphs_replay_it():
     case = Case(seq_q=128, seq_k=128, dtype=BF16)
@@ -391,6 +437,7 @@ def test_refuses_what_it_cannot_do(change, message):
         ({"window": 8}, "causal=True and 1 or more"),
         ({"window": 0, "causal": True}, "not 0"),
         ({"cu_seqlens": torch.tensor([0.0, 111.0])}, "cumulative lengths"),
+        ({"dropout_p": 0.1, "numbers": torch.ones(1, 1, 16, dtype=torch.int32)}, "int32, contiguous, not"),
     ],
 )
 def test_refuses_options_out_of_range(options, message):
