@@ -42,16 +42,14 @@ for _name in ("forward", "backward", "backward_packed"):
         )
 
 
-def _call(name: str, first: Tensor, *args):
-    """The operator `name`; past the dispatcher, which takes the host 9 microseconds, where nothing listens to it.
+def _forward(q: Tensor, *args):
+    """The operator; past the dispatcher, which takes the host 9 microseconds, where nothing listens to it.
 
-    What listens are torch.compile, modes such as the FLOP counter's or make_fx's, subclasses of Tensor, and functorch,
-    which batches gradients.
+    What listens are torch.compile, modes such as the FLOP counter's or make_fx's, and subclasses of Tensor.
     """
-    listens = torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or type(first) is not Tensor
-    if listens or torch._C._functorch.is_functorch_wrapped_tensor(first):
-        return getattr(torch.ops.flash2, name)(first, *args)
-    return getattr(_implementation(first.device.type), name)(first, *args)
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or type(q) is not Tensor:
+        return torch.ops.flash2.forward(q, *args)
+    return _implementation(q.device.type).forward(q, *args)
 
 
 @torch.library.register_fake("flash2::forward")
@@ -77,7 +75,7 @@ class _Flash2(torch.autograd.Function):
     @staticmethod
     def forward(ctx, return_lse, deterministic, options, *inputs):
         q, k, v = inputs if len(inputs) == 3 else inputs[0].unbind(2)
-        out, logsumexp = _call("forward", q, k, v, *options)
+        out, logsumexp = _forward(q, k, v, *options)
         ctx.save_for_backward(options.numbers, options.documents, *inputs, out, logsumexp)
         ctx.deterministic, ctx.rest = deterministic, options[2:]
         return (out, logsumexp) if return_lse else out
@@ -90,8 +88,8 @@ class _Flash2(torch.autograd.Function):
         numbers, documents, *saved = ctx.saved_tensors
         rest = dlogsumexp, ctx.deterministic, numbers, documents, *ctx.rest
         if len(saved) == 5:
-            return None, None, None, *_call("backward", dout, *saved, *rest)
-        return None, None, None, _call("backward_packed", dout, *saved, *rest)
+            return None, None, None, *torch.ops.flash2.backward(dout, *saved, *rest)
+        return None, None, None, torch.ops.flash2.backward_packed(dout, *saved, *rest)
 
 
 def flash2(

@@ -353,8 +353,8 @@ def test_gradients_can_be_batched():
 
 def test_a_second_derivative_is_refused():
     """The kernels have none, and a graph through them would be silently wrong."""
-    q, k, v, _ = small()
-    (dq,) = torch.autograd.grad(flash2(q, k, v, causal=True).sum(), q, create_graph=True)
+    q, k, v, dout = small()
+    (dq,) = torch.autograd.grad(flash2(q, k, v, causal=True), q, dout.requires_grad_(), create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dq.square().sum().backward()
 
