@@ -66,15 +66,18 @@ def prepare(config: DataConfig, *, log: Callable[[str], None] = print) -> None:
     folder = Path(config.dir).expanduser()
     publish(folder)
     settings, done = _settings(config), f"{folder} is prepared already, with the same settings."
-    if config.source is None and _is_prepared(folder, settings):  # the hub's files need not be here any more
-        return log(done)
-    tokenizer = get_tokenizer(config.tokenizer)
-    if expected := _expected(config, "tokens"):
-        _check_space(folder, expected)
+    expected = _expected(config, "tokens")
+    if config.source is None:
+        if _is_prepared(folder, settings):  # the hub's files need not be here any more
+            return log(done)
+        get_tokenizer(config.tokenizer)  # what is missing is told before gigabytes are downloaded
+        if expected:
+            _check_space(folder, expected)
     corpus = Corpus(source_files(config, log), config)
     settings |= {"files": len(corpus.files), "bytes": corpus.bytes, "names_and_sizes": corpus.fingerprint()}
     if _is_prepared(folder, settings):
         return log(done)
+    tokenizer = get_tokenizer(config.tokenizer)
     if not expected:
         _check_space(folder, round(corpus.text_bytes() * TOKENS_PER_BYTE[config.tokenizer]))
     rows = corpus.count_rows() if config.val_files is None else None
@@ -200,7 +203,7 @@ def _encode(batch: list[Document], tokenizer: Tokenizer, held_out: np.ndarray | 
                 parts[split].append(tokenizer.encode_document(document.text))
             except UserError as error:
                 raise UserError(f"{document.place}: {error}") from error
-    blocks = {split: b"".join(part.astype(DTYPE).tobytes() for part in parts[split]) for split in SPLITS}
+    blocks = {split: b"".join(part.astype(DTYPE, copy=False).tobytes() for part in parts[split]) for split in SPLITS}
     documents = {split: len(parts[split]) for split in SPLITS}
     last = batch[-1]
     return Encoded(blocks, documents, len(batch) - sum(documents.values()), last.after, last.bytes_read)

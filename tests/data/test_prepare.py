@@ -261,13 +261,15 @@ def test_null_and_empty_texts_are_skipped_and_counted(tmp_path):
     assert "50 documents (2 empty ones skipped)" in lines[-1]
 
 
-def test_the_same_preparation_is_recognised_and_another_refused(tmp_path):
+def test_the_same_preparation_is_recognised_and_another_refused(tmp_path, monkeypatch):
     config = config_of(tmp_path)
     write_parquet(tmp_path / "in" / "a.parquet", TEXTS)
     prepare(config, log=lambda line: None)
     before = (tmp_path / "out" / "train.bin").stat()
     lines = []
-    prepare(config, log=lines.append)
+    with monkeypatch.context() as patch:
+        patch.delattr(module, "get_tokenizer")  # nor is a vocabulary needed for that
+        prepare(config, log=lines.append)
     assert "prepared already" in lines[0] and (tmp_path / "out" / "train.bin").stat() == before
     with pytest.raises(
         UserError, match=r"was prepared with val_fraction=0\.2, not val_fraction=0\.5: choose another data"
