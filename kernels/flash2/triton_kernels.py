@@ -16,6 +16,8 @@ import triton.language as tl
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
+LN_2_REST: tl.constexpr = tl.constexpr(7.348693098485626e-09)
+"""1 / LOG2_E - LN_2, with both as fp32 holds them: their product is not quite 1."""
 
 
 @triton.jit
@@ -147,8 +149,11 @@ def _queries_of(
 
 @triton.jit
 def natural_logsumexp(m, l):
-    """m ln(2) + ln(l) for a maximum m in base 2, rounded once: where scores reach 10^4, roundings show in dQ and dK."""
-    return tl.math.fma(m, LN_2, tl.math.log2(l) * LN_2)
+    """m / log2(e) + ln(l) for a maximum m in base 2, so exact that the backward, which multiplies by log2(e), is back
+    at m: where scores reach 10^4, dQ and dK show what is lost here. A row that sees no key has m = -inf, l = 1.
+    """
+    rest = tl.maximum(m, -1e30) * LN_2_REST
+    return tl.math.fma(m, LN_2, tl.math.fma(tl.math.log2(l), LN_2, rest))
 
 
 @triton.jit
