@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from errors import UserError
+from kernels.gelu import bias_gelu
 from model.attention import Attention, attend_packed
 from model.loss import cross_entropy
 
@@ -105,7 +106,8 @@ class MLP(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.dropout(self.c_proj(F.gelu(self.c_fc(x), approximate="tanh")))
+        x = bias_gelu(F.linear(x, self.c_fc.weight), self.c_fc.bias)
+        return self.dropout(self.c_proj(x))
 
 
 class Block(nn.Module):

@@ -14,6 +14,8 @@ A row's byte offset may pass 2^31, so the start of a tile is computed in 64 bits
 import triton
 import triton.language as tl
 
+from kernels.rounding import to
+
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 LN_2_REST: tl.constexpr = tl.constexpr(7.348693098485626e-09)
@@ -69,21 +71,11 @@ def _load(
 
 
 @triton.jit
-def _to(x, dtype: tl.constexpr, UPCAST: tl.constexpr):
-    """x in `dtype`, rounded to nearest even; under the interpreter, which truncates to bf16, rounded by hand first."""
-    if UPCAST and dtype == tl.bfloat16:
-        bits = x.to(tl.int32, bitcast=True)
-        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
-        x = bits.to(tl.float32, bitcast=True)
-    return x.to(dtype)
-
-
-@triton.jit
 def _store(p_x, s_x, start, length, o_rows, b_x, HEAD_DIM: tl.constexpr, D: tl.constexpr, UPCAST: tl.constexpr):
     o_d = tl.arange(0, D)
     p_tile = p_x + tl.cast(start, tl.int64) * s_x + o_rows[:, None] * s_x + o_d[None, :]
     mask = (start + o_rows < length)[:, None] & (o_d < HEAD_DIM)[None, :]
-    tl.store(p_tile, _to(b_x, p_x.dtype.element_ty, UPCAST), mask=mask)
+    tl.store(p_tile, to(b_x, p_x.dtype.element_ty, UPCAST), mask=mask)
 
 
 @triton.jit
@@ -234,7 +226,7 @@ def _forward_tiles(
             of_keys = _random(p_of_keys, o_j, seq_k, MASKED, DROPOUT)
             b_p = tl.where(of_queries[:, None] * of_keys[None, :] >= threshold.to(tl.uint32, bitcast=True), b_p, 0.0)
         b_v = _load(v, batch, kv_head, s_v, n, seq_k, N, HEAD_DIM, D, MASKED, TMA)
-        acc = _dot(_to(b_p, b_v.dtype, UPCAST), b_v, acc * alpha[:, None], UPCAST)
+        acc = _dot(to(b_p, b_v.dtype, UPCAST), b_v, acc * alpha[:, None], UPCAST)
         m = m_new
     return acc, m, l
 
@@ -440,9 +432,9 @@ def _key_gradient_tiles(
             kept = of_keys[:, None] * of_queries[None, :] >= threshold.to(tl.uint32, bitcast=True)
             b_pt_kept = tl.where(kept, b_pt, 0.0)
             b_dpt = tl.where(kept, b_dpt, 0.0)
-        dv = _dot(_to(b_pt_kept, b_do.dtype, UPCAST), b_do, dv, UPCAST)
+        dv = _dot(to(b_pt_kept, b_do.dtype, UPCAST), b_do, dv, UPCAST)
         b_dst = b_pt * (b_dpt - b_delta[None, :])
-        dk = _dot(_to(b_dst, b_q.dtype, UPCAST), b_q, dk, UPCAST)
+        dk = _dot(to(b_dst, b_q.dtype, UPCAST), b_q, dk, UPCAST)
     return dk, dv
 
 
@@ -607,7 +599,7 @@ def _query_gradient_tiles(
             kept = of_queries[:, None] * of_keys[None, :] >= threshold.to(tl.uint32, bitcast=True)
             b_dp = tl.where(kept, b_dp, 0.0)
         b_ds = b_p * (b_dp - b_delta[:, None])
-        dq = _dot(_to(b_ds, b_k.dtype, UPCAST), b_k, dq, UPCAST)
+        dq = _dot(to(b_ds, b_k.dtype, UPCAST), b_k, dq, UPCAST)
     return dq
 
 

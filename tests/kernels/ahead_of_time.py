@@ -1,4 +1,4 @@
-"""Compiles every kernel of flash2 for GPUs that are not here, and prints what each needs as JSON lines.
+"""Compiles every kernel for GPUs that are not here, and prints what each needs as JSON lines.
 
 Run in a process of its own, in which Triton does not interpret: python -m tests.kernels.ahead_of_time
 """
@@ -18,9 +18,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from kernels.cross_entropy import triton_kernel as cross_entropy
 from kernels.flash2 import hopper_backward, hopper_forward, launch, triton_kernels
 from kernels.flash2.options import Options
 from kernels.flash2.tiles import SPECIALISED, read_table, tiles_for
+from kernels.gelu import triton_kernels as gelu
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -135,6 +137,37 @@ def compile_specialised(job: tuple) -> list[dict]:
     return [{**row, "shared": compiled.metadata.shared, **assembler_report(compiled)}]
 
 
+def others(dtype: str) -> dict:
+    """The kernels beside attention as they are launched: kernel, types of its arguments, constants, warps."""
+    data, fp32, size = f"*{dtype}", "*fp32", "i32"
+    upcast = {"UPCAST": False}
+    loss = (data, "*i64", fp32, size, size, size), {"N": cross_entropy.LONGEST_BLOCK, "GRADIENT": True} | upcast
+    (m, n, forward_warps), (rows, columns, backward_warps) = gelu.FORWARD, gelu.BACKWARD
+    forward = (data, fp32, data, size, size), {"M": m, "N": n} | upcast
+    backward = (data, data, fp32, data, fp32, size, size, size), {"M": rows, "N": columns} | upcast
+    return {
+        "cross_entropy": (cross_entropy.cross_entropy_kernel, *loss, cross_entropy.WARPS),
+        "gelu forward": (gelu.forward_kernel, *forward, forward_warps),
+        "gelu backward": (gelu.backward_kernel, *backward, backward_warps),
+    }
+
+
+def compile_others(target: str) -> list[dict]:
+    """One row per kernel and dtype."""
+    rows = []
+    for dtype in DTYPES:
+        for name, (kernel, types, constants, warps) in others(dtype).items():
+            signature = dict(zip(kernel.arg_names, (*types, *["constexpr"] * len(constants)), strict=True))
+            pointers = [i for i, kind in enumerate(types) if kind.startswith("*")]
+            source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in pointers})
+            compiled = triton.compile(source, target=TARGETS[target], options={"num_warps": warps})
+            binary = compiled.asm.get("cubin") or compiled.asm.get("hsaco")
+            row = {"target": target, "other": f"{name} {dtype}", "bytes": len(binary)}
+            row["shared"] = compiled.metadata.shared
+            rows.append({**row, **(assembler_report(compiled) if target == "sm_90" else {})})
+    return rows
+
+
 def specialised() -> list[tuple]:
     """Jobs for every entry of the table, the backward's without dQ too (a deterministic pass), and one in fp16."""
     jobs = [
@@ -162,7 +195,8 @@ def tuned() -> list[tuple]:
 def main() -> None:
     jobs = [(target, *shape) for target in TARGETS for shape in SHAPES[target]] + tuned()
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        for rows in itertools.chain(pool.map(compile_specialised, specialised()), pool.map(compile_shape, jobs)):
+        done = pool.map(compile_specialised, specialised()), pool.map(compile_shape, jobs)
+        for rows in itertools.chain(*done, pool.map(compile_others, TARGETS)):
             for row in rows:
                 print(json.dumps(row), flush=True)
 

@@ -35,5 +35,7 @@ def test_tuned_tiles_of_hopper_spill_no_registers_and_keep_the_tensor_cores_busy
     assert len(tuned) == 3 * len(ahead_of_time.tuned())
     specialised = [row for row in compiled if "specialised" in row]
     assert [row["specialised"] for row in specialised] == json.loads(json.dumps(ahead_of_time.specialised()))
-    for row in tuned + specialised:
+    others = [row for row in compiled if row["target"] == "sm_90" and "other" in row]
+    assert len(others) == len(ahead_of_time.DTYPES) * len(ahead_of_time.others("bf16"))
+    for row in tuned + specialised + others:
         assert row["spilled"] == 0 and not row["serialised"], row

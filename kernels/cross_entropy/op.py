@@ -1,0 +1,104 @@
+"""Cross-entropy over a linear head as one PyTorch operator that never holds the logits of more than a chunk of tokens.
+
+The gradients are made in the forward pass, while a chunk's logits are there, as in Liger-Kernel (Hsu et al., 2024): the
+loss is the end of the graph, so that its own gradient is a number that scales them afterwards.
+"""
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from kernels.cross_entropy import definition
+
+CHUNK = 16384
+"""Tokens whose logits are held at a time: 1.5 GiB for GPT-2's vocabulary in 16 bits. With fewer, the matrix products
+over the chunk no longer fill the GPU."""
+
+_library = torch.library.Library("cross_entropy", "DEF")
+_library.define(
+    "linear(Tensor hidden, Tensor weight, Tensor targets, int vocab_size, bool gradient) -> (Tensor, Tensor, Tensor)"
+)
+
+
+def _linear(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, gradient: bool, kernel) -> tuple:
+    """The sum of the losses, and its gradients by hidden and by weight, or empty ones; see linear_cross_entropy.
+
+    `kernel` is cross_entropy_ of definition or of triton_kernel.
+    """
+    total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
+    dhidden, dweight = _gradients(hidden, weight, gradient)
+    dweight.zero_()
+    with torch.autocast(hidden.device.type, enabled=False):
+        matrix = weight.to(hidden.dtype)
+        logits = hidden.new_empty((min(CHUNK, len(hidden)), len(weight)))
+        for start in range(0, len(hidden), CHUNK):
+            part = slice(start, min(start + CHUNK, len(hidden)))
+            chunk = logits[: part.stop - start]
+            torch.mm(hidden[part], matrix.T, out=chunk)
+            total += kernel(chunk, targets[part], vocab_size, gradient).sum()
+            if gradient:
+                torch.mm(chunk, matrix, out=dhidden[part])
+                _add_product(dweight, chunk.T, hidden[part])
+    return total, dhidden, dweight
+
+
+def _gradients(hidden: Tensor, weight: Tensor, gradient: bool) -> tuple[Tensor, Tensor]:
+    """Room for the gradients by hidden, in its dtype, and by weight, in the weight's."""
+    if not gradient:
+        return hidden.new_empty(0), weight.new_empty(0)
+    return hidden.new_empty(hidden.shape), weight.new_empty(weight.shape)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, summed in total's dtype: over many chunks 16 bits would lose what is small."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif total.device.type == "cpu":
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+    else:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+
+
+@torch.library.impl(_library, "linear", "CPU")
+def _(hidden, weight, targets, vocab_size, gradient):
+    return _linear(hidden, weight, targets, vocab_size, gradient, definition.cross_entropy_)
+
+
+@torch.library.impl(_library, "linear", "CUDA")
+def _(hidden, weight, targets, vocab_size, gradient):
+    from kernels.cross_entropy import triton_kernel  # Triton is needed, and installed, only where there is a GPU
+
+    return _linear(hidden, weight, targets, vocab_size, gradient, triton_kernel.cross_entropy_)
+
+
+@torch.library.register_fake("cross_entropy::linear")
+def _(hidden, weight, targets, vocab_size, gradient):
+    total = hidden.new_empty((), dtype=torch.promote_types(hidden.dtype, torch.float32))
+    return total, *_gradients(hidden, weight, gradient)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, vocab_size):
+        total, dhidden, dweight = torch.ops.cross_entropy.linear(hidden, weight, targets, vocab_size, True)
+        ctx.save_for_backward(dhidden, dweight)
+        return total / len(targets)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dloss):
+        dhidden, dweight = ctx.saved_tensors
+        share = dloss / len(dhidden)
+        return (dhidden * share).to(dhidden.dtype), dweight * share, None, None
+
+
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
+    """Mean of -log softmax(hidden @ weight.T)[target] over all tokens, in nats: a scalar in fp32.
+
+    hidden (N, C), weight (padded V, C) with vocab_size true rows, targets (N,) below vocab_size, which is not checked.
+    The products are computed in hidden's dtype, whatever the weight's; the gradient by weight is summed in the
+    weight's, and its rows of padding are zero.
+    """
+    if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
+        return _LinearCrossEntropy.apply(hidden, weight, targets, vocab_size)
+    return torch.ops.cross_entropy.linear(hidden, weight, targets, vocab_size, False)[0] / len(targets)

@@ -1,0 +1,14 @@
+"""How the Triton kernels round what they store."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def to(x, dtype: tl.constexpr, UPCAST: tl.constexpr):
+    """x in `dtype`, rounded to nearest even; UPCAST is for the interpreter, which truncates to bf16: rounded first."""
+    if UPCAST and dtype == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+        x = bits.to(tl.float32, bitcast=True)
+    return x.to(dtype)
