@@ -1,7 +1,8 @@
 """Softmax cross-entropy with its gradient in Triton: logits are read from HBM once and replaced by the gradient.
 
 A program owns one row and walks it twice: for the logsumexp, by online softmax (Milakov and Gimelshein, 2018),
-and once, out of the L2 cache, for the gradient.
+and once, out of the L2 cache, for the gradient. N logits at a time are held as [N / 8, 8], whose rows are the 16 bytes
+that a thread reads at once: what is summed over a row needs no other thread.
 """
 
 import torch
@@ -14,7 +15,34 @@ from kernels.rounding import to
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 LOWEST: tl.constexpr = tl.constexpr(-1e30)  # below any logit; from -inf the first step would be inf - inf
-LONGEST_BLOCK, WARPS = 4096, 16
+LONGEST_BLOCK, WARPS = 8192, 32  # a row to a multiprocessor: with more at once their second reading misses the L2 cache
+
+
+@triton.jit
+def _load(p_row, o_x, vocab_size, padded, MASKED: tl.constexpr):
+    """Logits in fp32; where MASKED, -inf in the padding. They are read up to `padded`, which keeps 16 bytes whole."""
+    if MASKED:
+        b_x = tl.load(p_row + o_x, mask=o_x < padded, other=0.0).to(tl.float32)
+        return tl.where(o_x < vocab_size, b_x, float("-inf"))
+    else:
+        return tl.load(p_row + o_x).to(tl.float32)
+
+
+@triton.jit
+def _accumulate(m, l, b_x):
+    """The maximum of each row of the block, and the sum of exponentials relative to it, with b_x taken in."""
+    m_new = tl.maximum(m, tl.max(b_x, 1))
+    b_p = tl.exp2((b_x - m_new[:, None]) * LOG2_E)
+    return m_new, l * tl.exp2((m - m_new) * LOG2_E) + tl.sum(b_p, 1)
+
+
+@triton.jit
+def _gradient(b_x, highest, log_sum, o_x, start, target, N: tl.constexpr):
+    """softmax - one_hot(target) of a block, given the row's maximum and the sum relative to it, as log2."""
+    b_g = tl.exp2((b_x - highest) * LOG2_E - log_sum)
+    if (target >= start) & (target < start + N):
+        b_g -= tl.where(o_x == target, 1.0, 0.0)
+    return b_g
 
 
 @triton.jit
@@ -24,28 +52,29 @@ def cross_entropy_kernel(
     """One row of logits (rows, padded), stride s_row. N columns at a time; see definition.cross_entropy_."""
     row = tl.program_id(0).to(tl.int64)
     p_row = logits + row * s_row
-    target = tl.load(targets + row)
+    target = tl.load(targets + row).to(tl.int32)
     target_logit = tl.load(p_row + target).to(tl.float32)
-    o_n = tl.arange(0, N)
+    o_n = tl.arange(0, N // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    whole = vocab_size // N * N  # the blocks before have no padding, and one or more after are left
 
-    # For each of N interleaved parts of the row the maximum in base 2 and the sum relative to it: whichever of the old
-    # maximum and the new logit is larger has the factor 1, so that an element costs one exponential and no barrier.
-    m, l = tl.full([N], LOWEST, tl.float32), tl.zeros([N], tl.float32)
-    for start in range(0, vocab_size, N):
-        b_x = tl.load(p_row + start + o_n, mask=start + o_n < vocab_size, other=float("-inf")).to(tl.float32) * LOG2_E
-        smaller = tl.exp2(-tl.abs(b_x - m))
-        l = tl.where(b_x > m, l * smaller + 1, l + smaller)
-        m = tl.maximum(m, b_x)
+    m, l = tl.full([N // 8], LOWEST, tl.float32), tl.zeros([N // 8], tl.float32)
+    for start in range(0, whole, N):
+        m, l = _accumulate(m, l, _load(p_row, start + o_n, vocab_size, padded, False))
+    if whole < vocab_size:
+        m, l = _accumulate(m, l, _load(p_row, whole + o_n, vocab_size, padded, True))
     highest = tl.max(m, 0)
-    logsumexp = highest + tl.log2(tl.sum(l * tl.exp2(m - highest), 0))
-    tl.store(losses + row, logsumexp * LN_2 - target_logit)
+    log_sum = tl.log2(tl.sum(l * tl.exp2((m - highest) * LOG2_E), 0))
+    tl.store(losses + row, highest - target_logit + log_sum * LN_2)
 
     if GRADIENT:
-        for start in range(0, padded, N):
-            o_x = start + o_n
-            b_x = tl.load(p_row + o_x, mask=o_x < vocab_size, other=float("-inf")).to(tl.float32)
-            b_g = tl.exp2(b_x * LOG2_E - logsumexp) - tl.where(o_x == target, 1.0, 0.0)
-            tl.store(p_row + o_x, to(b_g, logits.dtype.element_ty, UPCAST), mask=o_x < padded)
+        for start in range(0, whole, N):
+            b_x = _load(p_row, start + o_n, vocab_size, padded, False)
+            b_g = _gradient(b_x, highest, log_sum, start + o_n, start, target, N)
+            tl.store(p_row + start + o_n, to(b_g, logits.dtype.element_ty, UPCAST))
+        for start in range(whole, padded, N):
+            b_x = _load(p_row, start + o_n, vocab_size, padded, True)
+            b_g = _gradient(b_x, highest, log_sum, start + o_n, start, target, N)
+            tl.store(p_row + start + o_n, to(b_g, logits.dtype.element_ty, UPCAST), mask=start + o_n < padded)
 
 
 def cross_entropy_(logits: Tensor, targets: Tensor, vocab_size: int, gradient: bool) -> Tensor:
