@@ -28,7 +28,7 @@ def _sigmoid(v):
 
 
 @triton.jit
-def forward_kernel(x, bias, out, rows, columns, M: tl.constexpr, N: tl.constexpr, UPCAST: tl.constexpr):
+def gelu_kernel(x, bias, out, rows, columns, M: tl.constexpr, N: tl.constexpr, UPCAST: tl.constexpr):
     """out = gelu(x + bias) for a tile."""
     o_m = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
     o_n = tl.program_id(1) * N + tl.arange(0, N)
@@ -40,7 +40,7 @@ def forward_kernel(x, bias, out, rows, columns, M: tl.constexpr, N: tl.constexpr
 
 
 @triton.jit
-def backward_kernel(
+def gelu_gradient_kernel(
     dout, x, bias, dx, partial, rows, columns, slab, M: tl.constexpr, N: tl.constexpr, UPCAST: tl.constexpr
 ):
     """dx for `slab` rows, a multiple of M, and its sum by column, a row of `partial` (slabs, columns) fp32."""
@@ -67,7 +67,7 @@ def forward(x: Tensor, bias: Tensor) -> Tensor:
     (rows, columns), (m, n, warps) = x.shape, FORWARD
     out = torch.empty_like(x)
     grid = triton.cdiv(rows, m), triton.cdiv(columns, n)
-    forward_kernel[grid](x, bias, out, rows, columns, m, n, x.device.type == "cpu", num_warps=warps)
+    gelu_kernel[grid](x, bias, out, rows, columns, m, n, x.device.type == "cpu", num_warps=warps)
     return out
 
 
@@ -78,5 +78,5 @@ def backward(dout: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     slabs = triton.cdiv(rows, slab)
     dx, partial = torch.empty_like(x), torch.empty((slabs, columns), device=x.device)
     arguments = dout, x, bias, dx, partial, rows, columns, slab, m, n, x.device.type == "cpu"
-    backward_kernel[slabs, triton.cdiv(columns, n)](*arguments, num_warps=warps)
+    gelu_gradient_kernel[slabs, triton.cdiv(columns, n)](*arguments, num_warps=warps)
     return dx, partial.sum(0).to(bias.dtype)

@@ -147,8 +147,8 @@ def others(dtype: str) -> dict:
     backward = (data, data, fp32, data, fp32, size, size, size), {"M": rows, "N": columns} | upcast
     return {
         "cross_entropy": (cross_entropy.cross_entropy_kernel, *loss, cross_entropy.WARPS),
-        "gelu forward": (gelu.forward_kernel, *forward, forward_warps),
-        "gelu backward": (gelu.backward_kernel, *backward, backward_warps),
+        "gelu forward": (gelu.gelu_kernel, *forward, forward_warps),
+        "gelu backward": (gelu.gelu_gradient_kernel, *backward, backward_warps),
     }
 
 
