@@ -70,17 +70,20 @@ def optimizer_step(optimizer: torch.optim.AdamW, scaler: torch.amp.GradScaler, l
     """Clips the gradients, takes one step at `lr`, clears them, and returns their norm before clipping (a scalar).
 
     Gradients that are not finite leave weights and moments as they are; that is decided on the device, without waiting
-    for it: fused AdamW reads `found_inf`, the flag by which GradScaler skips the steps of fp16.
+    for it: fused AdamW reads `found_inf`, the flag by which GradScaler skips the steps of fp16, and divides by
+    `grad_scale`, by which it unscales, and clips here without going over the gradients once more.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for group in optimizer.param_groups:
         group["lr"] = lr
-    scaler.unscale_(optimizer)
-    norm = nn.utils.clip_grad_norm_(parameters, grad_clip or math.inf)
     if scaler.is_enabled():
+        scaler.unscale_(optimizer)
+        norm = nn.utils.clip_grad_norm_(parameters, grad_clip or math.inf)
         scaler.step(optimizer)
         scaler.update()
     else:
+        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        optimizer.grad_scale = (norm / (grad_clip or math.inf)).clamp(min=1)
         optimizer.found_inf = (~norm.isfinite()).float()
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
