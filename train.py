@@ -279,7 +279,7 @@ def build_model(config: Config, compute: Compute, tokens: TokenSet, resumed: Sta
     kind = {"head_dim": shape.head_dim, "dtype": compute.dtype, "dropout_p": shape.dropout, "documents": documents}
     check_attention(config.attention, device=compute.device, **kind)
     torch.manual_seed(config.train.seed)
-    model = GPT2(shape, build_attention(config.attention))
+    model = GPT2(shape, build_attention(config.attention), config.train.activation_checkpointing)
     if pretrained is not None and resumed is None:
         load_pretrained(model, pretrained)
     return model.to(compute.device)

@@ -4,12 +4,15 @@ B batch, T sequence, C embedding, H heads, D head size, V vocabulary. Module nam
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from errors import UserError
 from kernels.gelu import bias_gelu
@@ -17,6 +20,14 @@ from model.attention import Attention, attend_packed
 from model.loss import cross_entropy
 
 PAD_VOCABULARY_TO = 64
+# Attention's results, which activation checkpointing keeps: at long context they cost the most, and are small.
+KEPT = [
+    torch.ops.flash2.forward.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+]
 
 
 @dataclass
@@ -124,11 +135,15 @@ class Block(nn.Module):
 
 
 class GPT2(nn.Module):
-    """A GPT-2 whose attention is given. Its head is the token table."""
+    """A GPT-2 whose attention is given. Its head is the token table.
 
-    def __init__(self, config: ModelConfig, attention: Attention):
+    With activation checkpointing (Chen et al., 2016) the backward pass computes each block anew from its input, all but
+    its attention, so that a layer keeps two tensors of the residual stream's size instead of some sixteen.
+    """
+
+    def __init__(self, config: ModelConfig, attention: Attention, activation_checkpointing: bool = False):
         super().__init__()
-        self.config = config
+        self.config, self.activation_checkpointing = config, activation_checkpointing
         self.wte = nn.Embedding(config.padded_vocab_size, config.n_embd)
         self.wpe = nn.Embedding(config.context_length, config.n_embd)
         self.drop = nn.Dropout(config.dropout)
@@ -161,13 +176,20 @@ class GPT2(nn.Module):
         positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
         x = self.drop(_residual(self.wte(tokens) + self.wpe(positions)))
         for block in self.h:
-            x = block(x, cache, cu_seqlens)
+            x = self._checkpointed(block)(x, cache, cu_seqlens)
         if cache is not None:
             cache.length += tokens.shape[1]
         x = self.ln_f(x)
         if targets is not None:
             return cross_entropy(x, self.wte.weight, targets, self.config.vocab_size)
         return F.linear(x, self.wte.weight)[..., : self.config.vocab_size]
+
+    def _checkpointed(self, block: Block) -> Callable[..., Tensor]:
+        """The block, which forgets its activations where that is asked for and a backward pass may follow."""
+        if not (self.activation_checkpointing and torch.is_grad_enabled()):
+            return block
+        keep = partial(create_selective_checkpoint_contexts, KEPT)
+        return partial(checkpoint, block, use_reentrant=False, context_fn=keep)
 
     def n_params(self) -> int:
         """Parameters without the position table: the N of 6 N FLOPs per token."""
