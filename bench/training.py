@@ -1,0 +1,396 @@
+"""Training steps side by side on one GPU, and how far they are from the floor: python -m bench.training --help.
+
+Each trainer (bench.trainers) is tried alone at the cell's micro-batches, from the smallest until the speed falls or
+memory is out; then all of a cell, each at its best, are timed in turn, round after round, in the same process: a sample
+is a few steps without waiting in between, and before each the trainer gets the GPU to itself, the others' weights and
+moments having been given up. The floor (bench.floor) is measured in the same run. The README's table is made of this.
+"""
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from bench.attention import output_file, positive, results_folder, write
+from bench.breakdown import breakdown
+from bench.environment import ROOT, environment
+from bench.floor import floor
+from bench.timing import Gpu, recorded
+from bench.trainers import DTYPE, Cell, Job, Trainer, huggingface, load_nanogpt, nanogpt, ours
+from bench.variants import available
+from errors import UserError
+from trainer.flops import model_flops_per_token, peak_flops
+from trainer.meters import GIB
+
+CELLS = [
+    Cell("gpt2", 1024, (32, 64, 128, 256)),
+    Cell("gpt2", 8192, (8, 16)),
+    Cell("gpt2-medium", 1024, (32, 64)),
+    Cell("gpt3-1.3b", 2048, (8, 16)),
+    Cell("gpt3-1.3b", 8192, (2, 4)),
+    Cell("gpt3-2.7b", 2048, (8, 16)),
+    Cell("gpt3-2.7b", 8192, (2, 4)),
+    Cell("gpt2", 65536, (1,)),
+    Cell("gpt2", 131072, (1,)),
+    Cell("gpt2", 262144, (1,), activation_checkpointing=True),
+    Cell("gpt2", 1048576, (1,), activation_checkpointing=True),
+]
+TRAINERS = [
+    *(Trainer("ours", attention, compiled) for compiled in (True, False) for attention in ("flash2", "sdpa", "naive")),
+    *(Trainer("nanogpt", attention, compiled) for compiled in (True, False) for attention in ("sdpa", "naive")),
+    *(Trainer("huggingface", attention, compiled) for compiled in (True, False) for attention in ("sdpa", "naive")),
+]
+MAIN = "ours:flash2", "nanogpt:sdpa"
+SAMPLE_S = 0.6  # a sample is as many steps as fill this, at most MOST_STEPS
+MOST_STEPS = 12
+
+
+@dataclass
+class Contender:
+    """A trainer's row at its best micro-batch, and the job that takes its steps."""
+
+    row: dict
+    job: Job
+    steps: int
+    samples: list[float] = field(default_factory=list)
+
+
+def sample(job: Job, batch: int, steps: int) -> float:
+    """Milliseconds of one step, of several in a row that the host queues without waiting."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    job.step(batch)
+    start.record()
+    for _ in range(steps):
+        job.step(batch)
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / steps
+
+
+def empty_row(cell: Cell, trainer: Trainer, batch: int) -> dict:
+    """A row of which only the shape is known."""
+    shape = {"model": cell.model, "context_length": cell.context_length, "batch_size": batch}
+    checkpointing = cell.activation_checkpointing and trainer.name == "ours"
+    how = {"attention": trainer.attention, "compiled": trainer.compiled, "activation_checkpointing": checkpointing}
+    unknown = ("tokens_per_second", "tflops", "mfu", "peak_gib", "first_step_s", "ms", "status", "message")
+    return {"trainer": trainer.name, **shape, **how, **dict.fromkeys(unknown)}
+
+
+def complete(row: dict, cell: Cell, ms: float) -> None:
+    """The speeds that follow from a step's duration, for ours as for the peers by our model's count of FLOPs."""
+    shape = cell.shape()
+    count = shape.n_layer * (12 * shape.n_embd**2 + 13 * shape.n_embd) + (shape.padded_vocab_size + 2) * shape.n_embd
+    flops = model_flops_per_token(count, shape.n_layer, shape.n_embd, cell.context_length)
+    row["ms"], row["tokens_per_second"] = ms, row["batch_size"] * cell.context_length / ms * 1000
+    row["tflops"] = row["tokens_per_second"] * flops / 1e12
+    peak = peak_flops(torch.cuda.get_device_name(), DTYPE)
+    row["mfu"] = row["tokens_per_second"] * flops / peak if peak else None
+    row["status"] = "ok"
+
+
+def try_batch(row: dict, cell: Cell, job: Job) -> int:
+    """Completes the row by a first step, which compiles, and a short sample; returns the steps of a full sample."""
+    batch, before = row["batch_size"], time.perf_counter()
+    torch.cuda.reset_peak_memory_stats()
+    job.step(batch)
+    torch.cuda.synchronize()
+    row["first_step_s"] = time.perf_counter() - before
+    if row["first_step_s"] > 120:  # a step of a million tokens; the time to compile is lost in it
+        complete(row, cell, 1000 * row["first_step_s"])
+        row["message"] = "the first step, compilation included"
+        row["peak_gib"] = torch.cuda.max_memory_allocated() / GIB
+        return 0
+    ms = sample(job, batch, 1)
+    complete(row, cell, ms)
+    row["peak_gib"] = torch.cuda.max_memory_allocated() / GIB
+    return min(max(round(1000 * SAMPLE_S / ms), 2), MOST_STEPS)
+
+
+def search(cell: Cell, trainer: Trainer, build: Callable[[], Job], gpu: Gpu) -> tuple[list[dict], Contender | None]:
+    """A row for each micro-batch, from the smallest until the speed falls or memory is out, and the best of them."""
+    rows, best, job = [], None, None
+    for batch in cell.batches:
+        rows.append(row := empty_row(cell, trainer, batch))
+        with recorded([row], gpu):
+            job = job or build()
+            steps = try_batch(row, cell, job)
+        if row["status"] == "ok" and (best is None or row["tokens_per_second"] > best.row["tokens_per_second"]):
+            best = Contender(row, job, steps)
+            continue
+        break
+    if job is not None:
+        job.park()
+    gpu.release()
+    return rows, best
+
+
+def alternate(cell: Cell, contenders: list[Contender], rounds: int, gpu: Gpu) -> None:
+    """Times the contenders in turn and completes their rows with the medians."""
+    timed = [contender for contender in contenders if contender.steps]
+    for _ in range(rounds):
+        for contender in timed:
+            contender.job.resume()
+            contender.samples.append(sample(contender.job, contender.row["batch_size"], contender.steps))
+            contender.job.park()
+            gpu.release()
+    for contender in timed:
+        complete(contender.row, cell, statistics.median(contender.samples))
+        contender.row["samples"] = contender.samples
+
+
+def measure(cell: Cell, arguments: argparse.Namespace, gpu: Gpu) -> list[dict]:
+    """The rows of a cell."""
+    rows, contenders = [], []
+    for trainer in chosen_trainers(arguments, cell):
+        build = partial(builder(trainer, arguments), cell, trainer, gpu.device)
+        new, best = search(cell, trainer, build, gpu)
+        rows += new
+        contenders += [best] if best else []
+        print(f"  {trainer}: " + ", ".join(map(text_of, new)), flush=True)
+    alternate(cell, contenders, arguments.rounds, gpu)
+    for contender in contenders:
+        contender.row["best"] = True
+        if arguments.breakdown and contender.steps:
+            contender.job.resume()
+            contender.row["breakdown_ms"] = breakdown(partial(contender.job.step, contender.row["batch_size"]))
+            contender.job.park()
+    best_of_ours = next((c.row for c in contenders if c.row["trainer"] == "ours"), None)
+    del contenders[:]
+    torch._dynamo.reset()
+    gc.collect()
+    gpu.release()
+    if not arguments.no_floor and best_of_ours and cell.context_length <= 8192:
+        rows.append(floor_row(cell, best_of_ours["batch_size"], arguments, gpu))
+    return rows
+
+
+def text_of(row: dict) -> str:
+    """A micro-batch in a word."""
+    if row["status"] != "ok":
+        return f"batch {row['batch_size']} {row['status']}" + (f" ({row['message']:.150})" if row["message"] else "")
+    speed = f"{row['tokens_per_second'] / 1000:.1f}k tokens/s, {row['peak_gib']:.1f} GiB"
+    return f"batch {row['batch_size']} {speed}, first step {row['first_step_s']:.1f} s"
+
+
+def floor_row(cell: Cell, batch: int, arguments: argparse.Namespace, gpu: Gpu) -> dict:
+    """The floor at this micro-batch."""
+    row = empty_row(cell, Trainer("floor", "", False), batch)
+    library = arguments.fa3_library or os.environ.get("FA3_LIBRARY")
+    variants = {k: v for k, v in available(Path(library) if library else None).items() if k not in ("naive", "flex")}
+    with recorded([row], gpu):
+        parts = floor(cell, batch, variants, gpu)
+        complete(row, cell, parts["ms"])
+        row["attention"], row["parts_ms"] = parts.pop("fastest_attention"), parts
+    return row
+
+
+def builder(trainer: Trainer, arguments: argparse.Namespace) -> Callable[..., Job]:
+    """What builds this trainer's job."""
+    if trainer.name == "nanogpt":
+        return partial(nanogpt, module=load_nanogpt(arguments.nanogpt))
+    return {"ours": ours, "huggingface": huggingface}[trainer.name]
+
+
+def chosen_trainers(arguments: argparse.Namespace, cell: Cell) -> list[Trainer]:
+    """The trainers of a cell: the ones asked for, or all at the smallest and the two main ones elsewhere."""
+    default = [str(trainer) for trainer in TRAINERS] if cell.name == "gpt2_1k" else MAIN
+    wanted = arguments.trainers.split(",") if arguments.trainers else default
+    known = {str(trainer): trainer for trainer in TRAINERS}
+    for name in wanted:
+        if name not in known:
+            raise UserError(f"--trainers {name} is unknown; choose among {', '.join(known)}")
+    chosen = [known[name] for name in wanted]
+    return [trainer for trainer in chosen if trainer.name != "nanogpt" or arguments.nanogpt]
+
+
+def chosen_cells(arguments: argparse.Namespace) -> list[Cell]:
+    """The cells asked for, with other micro-batches or checkpointing where the command line says so."""
+    known = {cell.name: cell for cell in CELLS}
+    wanted = arguments.cells.split(",") if arguments.cells else list(known)
+    for name in wanted:
+        if name not in known:
+            raise UserError(f"--cells {name} is unknown; choose among {', '.join(known)}")
+    cells = [known[name] for name in wanted]
+    if arguments.batches:
+        cells = [replace(cell, batches=tuple(map(positive, arguments.batches.split(",")))) for cell in cells]
+    return [replace(c, activation_checkpointing=True) for c in cells] if arguments.activation_checkpointing else cells
+
+
+def first_steps(arguments: argparse.Namespace) -> dict[str, float]:
+    """Seconds of gpt2's first step in a fresh process, without a compile cache and with the one that it left."""
+    with tempfile.TemporaryDirectory() as folder:
+        caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
+        out, seconds = Path(folder) / "row.json", {}
+        command = [sys.executable, "-m", "bench.training", "--cells", "gpt2_1k", "--trainers", "ours:flash2"]
+        command += ["--batches", "32", "--rounds", "1", "--no-floor", "--out", str(out)]
+        for cache in ("cold", "warm"):
+            subprocess.run(command, cwd=ROOT, env=os.environ | caches, check=True, capture_output=True)
+            seconds[cache] = json.loads(out.read_text())["rows"][0]["first_step_s"]
+    return seconds
+
+
+def begin(out: Path | None, add: bool, cells: list[Cell]) -> dict:
+    """Results without rows, or with those that the file has of other cells.
+
+    Raises:
+        UserError: they were measured on another machine, with other versions or at another commit.
+    """
+    here = environment()
+    if not (add and out and out.is_file()):
+        return {"environment": here, "rows": []}
+    results = json.loads(out.read_text())
+    for key in ("gpu", "driver", "torch", "triton", "commit"):
+        if results["environment"][key] != here[key]:
+            raise UserError(f"--add: {out} has {key} {results['environment'][key]}, not {here[key]}; measure all anew")
+    again = {(cell.model, cell.context_length) for cell in cells}
+    results["rows"] = [row for row in results["rows"] if (row["model"], row["context_length"]) not in again]
+    return results
+
+
+def ratios(rows: list[dict]) -> str:
+    """What our best row is to nanoGPT's, to Hugging Face's eager one and to the floor, in speed and in memory."""
+    speed = {}
+    for row in rows:
+        if row["status"] == "ok" and (row.get("best") or row["trainer"] == "floor"):
+            speed[str(Trainer(row["trainer"], row["attention"], row["compiled"]))] = row["tokens_per_second"]
+    mine = speed.get("ours:flash2")
+    parts = [
+        f"{mine / speed[peer]:.3f} x {peer}"
+        for peer in ("nanogpt:sdpa", "huggingface:naive:eager")
+        if mine and peer in speed
+    ]
+    parts += [f"{mine / value:.1%} of the floor" for name, value in speed.items() if mine and name.startswith("floor")]
+    memory = {}
+    for row in rows:
+        if (
+            row["status"] == "ok"
+            and row["compiled"]
+            and (row["trainer"], row["attention"]) in (("ours", "flash2"), ("nanogpt", "sdpa"))
+        ):
+            memory.setdefault(row["batch_size"], {})[row["trainer"]] = row["peak_gib"]
+    both = [f"{of['ours'] / of['nanogpt']:.2f} at batch {batch}" for batch, of in memory.items() if len(of) == 2]
+    return ", ".join(parts) + (f"; memory x nanogpt:sdpa {', '.join(both)}" if both else "")
+
+
+def show(rows: list[dict]) -> None:
+    """The best rows as a table."""
+    table = Table(title="training steps, each trainer at its best micro-batch")
+    for column in ("model", "context", "trainer", "batch", "tokens/s", "TFLOP/s", "MFU", "GiB", "first step"):
+        table.add_column(column, justify="left" if column in ("model", "trainer") else "right")
+    for row in rows:
+        if row.get("best") or row["trainer"] == "floor":
+            table.add_row(
+                row["model"],
+                f"{row['context_length']:,}",
+                str(Trainer(row["trainer"], row["attention"] or "-", row["compiled"] or row["trainer"] == "floor")),
+                str(row["batch_size"]),
+                f"{row['tokens_per_second']:,.0f}" if row["status"] == "ok" else row["status"],
+                f"{row['tflops']:.0f}" if row["tflops"] else "-",
+                f"{row['mfu']:.1%}" if row["mfu"] else "-",
+                f"{row['peak_gib']:.1f}" if row["peak_gib"] else "-",
+                f"{row['first_step_s']:.1f} s" if row["first_step_s"] else "-",
+            )
+    Console(width=120).print(table)
+
+
+def show_breakdown(rows: list[dict]) -> None:
+    """Milliseconds of each class of kernels, a column per trainer."""
+    parted = [row for row in rows if row.get("breakdown_ms")]
+    for cell in dict.fromkeys((row["model"], row["context_length"]) for row in parted):
+        of_cell = [row for row in parted if (row["model"], row["context_length"]) == cell]
+        table = Table(title=f"milliseconds a step, {cell[0]} at {cell[1]:,}")
+        table.add_column("")
+        for row in of_cell:
+            name = Trainer(row["trainer"], row["attention"], row["compiled"])
+            table.add_column(f"{name}\nbatch {row['batch_size']}", justify="right")
+        for part in of_cell[0]["breakdown_ms"]:
+            table.add_row(part, *(f"{row['breakdown_ms'][part]:.2f}" for row in of_cell))
+        Console(width=120).print(table)
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.training",
+        description="Measures a training step of ours beside nanoGPT's, Hugging Face's and the floor, on one GPU.",
+        epilog="Example: python -m bench.training --cells gpt2_1k --nanogpt path/to/nanoGPT/model.py --breakdown",
+    )
+    add = parser.add_argument
+    add("--cells", help=f"only these, separated by commas (all: {', '.join(cell.name for cell in CELLS)})")
+    help_ = (
+        f"only these (all: {', '.join(map(str, TRAINERS))}); by default all for gpt2_1k, {' and '.join(MAIN)} elsewhere"
+    )
+    add("--trainers", help=help_)
+    add("--nanogpt", type=Path, help="nanoGPT's model.py; without it nanoGPT is left out")
+    add("--batches", help="micro-batches to try, instead of the cell's")
+    add("--activation-checkpointing", action="store_true", help="ours with it, in every cell")
+    add("--rounds", type=positive, default=5, help="samples of each trainer, taken in turn (5)")
+    add("--breakdown", action="store_true", help="also where a step goes, by the profiler")
+    add("--first-step", action="store_true", help="also gpt2's first step with a cold and a warm compile cache")
+    add("--no-floor", action="store_true", help="without the floor")
+    add("--fa3-library", type=Path, help="FlashAttention-3 for the floor, as a bare library (FA3_LIBRARY)")
+    add("--budget-seconds", type=float, default=3600, help="no cell is begun after so long (3600)")
+    add("--gpu", help="folder under bench/results; by default made of the device's name")
+    add("--out", type=output_file, help="file to write; part of the cells is written only if this is given")
+    add("--add", action="store_true", help="keep the rows of other cells that the file has")
+    return parser.parse_args(argv)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """What the command line asks for.
+
+    Raises:
+        UserError: it cannot be done.
+    """
+    cells = chosen_cells(arguments)
+    for cell in cells:
+        for trainer in chosen_trainers(arguments, cell):
+            builder(trainer, arguments)
+    if not torch.cuda.is_available():
+        raise UserError("bench.training measures GPUs and finds none")
+    whole = not (arguments.cells or arguments.trainers or arguments.batches)
+    out = arguments.out or (results_folder(arguments.gpu) / "training.json" if whole else None)
+    torch.backends.cuda.matmul.allow_tf32 = True  # as nanoGPT sets it
+    torch._dynamo.config.automatic_dynamic_shapes = False  # each micro-batch is compiled for itself
+    torch._dynamo.config.recompile_limit = 64
+    gpu, results, started = Gpu(), begin(out, arguments.add, cells), time.monotonic()
+    gpu.wake()
+    if arguments.first_step:
+        results["first_step_s"] = first_steps(arguments)
+        print("first step of gpt2: " + ", ".join(f"{k} cache {v:.1f} s" for k, v in results["first_step_s"].items()))
+    for number, cell in enumerate(cells):
+        if time.monotonic() - started > arguments.budget_seconds:
+            print(f"--budget-seconds are spent; skipped: {', '.join(c.name for c in cells[number:])}")
+            break
+        print(f"{cell.name} ({time.monotonic() - started:.0f} s)", flush=True)
+        results["rows"] += (new := measure(cell, arguments, gpu))
+        print(f"  {ratios(new)}", flush=True)
+        if out:
+            write(out, results)
+    show_breakdown(results["rows"])
+    show(results["rows"])
+    print(f"{time.monotonic() - started:.0f} seconds" + (f"; written to {out}" if out else ""))
+
+
+def main() -> None:
+    try:
+        run(parse())
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
