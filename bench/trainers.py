@@ -18,6 +18,7 @@ import train
 from bench.environment import ROOT
 from conf.schema import Config, TrainConfig
 from data.config import DataConfig
+from data.loader import TrainLoader
 from errors import UserError
 from model.attention import AttentionConfig, build_attention
 from model.gpt2 import GPT2, ModelConfig
@@ -83,12 +84,18 @@ class Job:
 
     @torch.no_grad()
     def resume(self) -> None:
-        """The memory again, with weights as fresh ones and moments of zero: of the numbers only the size matters."""
+        """The memory again, with weights like fresh ones and moments of zero.
+
+        Not with zeros, on which a GPU draws less power, and so runs some 8 % faster.
+        """
         while self.parked:
             storage, size = self.parked.pop()
             storage.resize_(size)
-        for parameter in self.model.parameters():
-            parameter.normal_(std=0.02) if parameter.ndim > 1 else parameter.zero_()
+        for name, parameter in self.model.named_parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.02)
+            else:
+                parameter.fill_(float(name.endswith("weight")))  # LayerNorm's are 1
         for buffer in self.model.buffers():
             buffer.copy_(torch.ones_like(buffer).tril())  # the peers' causal masks
         for state in self.optimizer.state.values():
@@ -114,24 +121,28 @@ class Tokens:
         return tokens(self.batch, self.context_length, self.device)
 
 
-def ours(cell: Cell, trainer: Trainer, device: str) -> Job:
-    """train.py's step."""
+def ours(cell: Cell, trainer: Trainer, device: str, loader: TrainLoader | None = None, max_steps: int = 1200) -> Job:
+    """train.py's step, on random tokens unless a loader is given."""
     config = Config(
         attention=AttentionConfig(trainer.attention),
         model=cell.shape(),
         data=DataConfig(name="tokens", dir="", tokenizer="gpt2"),
-        train=TrainConfig(activation_checkpointing=cell.activation_checkpointing, compile=trainer.compiled),
+        train=TrainConfig(
+            activation_checkpointing=cell.activation_checkpointing, compile=trainer.compiled, max_steps=max_steps
+        ),
     )
     compute = Compute(torch.device(device), DTYPE)
     with torch.device(device):
         model = GPT2(config.model, build_attention(config.attention), config.train.activation_checkpointing)
-    optimizer, loader = build_optimizer(model, config.optimizer), Tokens(cell.context_length, device)
-    state = TrainState(model, optimizer, compute.grad_scaler(), loader, "gpt2")
+    optimizer, synthetic = build_optimizer(model, config.optimizer), Tokens(cell.context_length, device)
+    state = TrainState(model, optimizer, compute.grad_scaler(), loader or synthetic, "gpt2")
     called = train.compile_model(model, config.train, compute)
 
-    def step(batch: int) -> None:
-        loader.batch = batch
-        train.train_step(called, state, config, compute)
+    def step(batch: int) -> tuple[Tensor, float]:
+        synthetic.batch = batch
+        result = train.train_step(called, state, config, compute)
+        state.step += 1
+        return result
 
     return Job(model, optimizer, step)
 
