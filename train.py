@@ -93,11 +93,14 @@ def loop(
     window: list[Tensor] = []  # loss and gradient norm of every step since the last row, still on the device
     path, saved_step, compiling = None, None, True
     while state.step < settings.max_steps and stop.signal is None:
+        began = time.perf_counter()
         result, data_wait = train_step(model, state, config, compute)
         window.append(result)
         state.step += 1
         if compiling:
             meter.start()
+            compiled = "" if model is state.model else ", compilation included"
+            log.message(f"first step in {time.perf_counter() - began:.1f} s{compiled}")
             compiling = False
         else:
             meter.step(data_wait)

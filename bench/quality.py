@@ -96,22 +96,22 @@ def run(arguments: argparse.Namespace) -> float:
     loaders = [TrainLoader(tokens.train, seed=1, device=torch.device(device), name="train.bin", **sizes) for _ in "ab"]
     torch.manual_seed(1)
     job = ours(cell, Trainer("ours", "flash2", device == "cuda"), device, loaders[0], max_steps=steps)
-    slow = plain(job.model, arguments.context_length, device)
-    curves = {}
+    peer = plain(job.model, arguments.context_length, device)
     runs = {
         "fast": fast_losses(partial(job.step, arguments.batch), steps),
-        "plain": plain_losses(slow, iter(loaders[1]), steps),
+        "plain": plain_losses(peer, iter(loaders[1]), steps),
     }
+    out = arguments.out or results_folder(arguments.gpu) / "quality.json"
+    rows, where = [], {"environment": environment(), "model": cell.name, "batch_size": arguments.batch}
     for name, losses in runs.items():
-        curves[name] = torch.stack(list(track(losses, description=name, total=steps))).tolist()
+        curve = torch.stack(list(track(losses, description=name, total=steps))).tolist()
+        rows.append({"trained_by": name, "end": statistics.mean(curve[-LAST:]), "loss_curve": curve})
+        write(out, where | {"rows": rows})
     for loader in loaders:
         loader.close()
-    ends = {name: statistics.mean(curve[-LAST:]) for name, curve in curves.items()}
-    distance = abs(ends["fast"] - ends["plain"])
-    out = arguments.out or results_folder(arguments.gpu) / "quality.json"
-    rows = [{"step": name, "end": ends[name], "loss_curve": curve} for name, curve in curves.items()]
-    write(out, {"environment": environment(), "model": cell.name, "batch_size": arguments.batch, "rows": rows})
-    print(f"mean loss of the last {LAST} of {steps} steps: fast {ends['fast']:.4f}, plain {ends['plain']:.4f}")
+    fast, slow = (row["end"] for row in rows)
+    distance = abs(fast - slow)
+    print(f"mean loss of the last {LAST} of {steps} steps: fast {fast:.4f}, plain {slow:.4f}")
     print(f"apart by {distance:.4f} nats (at most {TOLERANCE} wanted); written to {out}")
     return distance
 

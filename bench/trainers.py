@@ -75,7 +75,7 @@ class Job:
     def park(self) -> None:
         """Gives the memory of weights and moments back, so that another job has the GPU to itself."""
         self.optimizer.zero_grad(set_to_none=True)
-        moments = [x for state in self.optimizer.state.values() for x in state.values() if x.is_cuda]
+        moments = [x for state in self.optimizer.state.values() for x in state.values() if x.ndim]
         for tensor in (*self.model.parameters(), *self.model.buffers(), *moments):
             storage = tensor.untyped_storage()
             if storage.size():

@@ -7,16 +7,14 @@ moments having been given up. The floor (bench.floor) is measured in the same ru
 """
 
 import argparse
-import gc
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -28,12 +26,11 @@ from bench.attention import output_file, positive, results_folder, write
 from bench.breakdown import breakdown
 from bench.environment import ROOT, environment
 from bench.floor import floor
+from bench.steps import alternate, complete, empty_row, search
 from bench.timing import Gpu, recorded
-from bench.trainers import DTYPE, Cell, Job, Trainer, huggingface, load_nanogpt, nanogpt, ours
+from bench.trainers import Cell, Job, Trainer, huggingface, load_nanogpt, nanogpt, ours
 from bench.variants import available
 from errors import UserError
-from trainer.flops import model_flops_per_token, peak_flops
-from trainer.meters import GIB
 
 CELLS = [
     Cell("gpt2", 1024, (32, 64, 128, 256)),
@@ -54,102 +51,7 @@ TRAINERS = [
     *(Trainer("huggingface", attention, compiled) for compiled in (True, False) for attention in ("sdpa", "naive")),
 ]
 MAIN = "ours:flash2", "nanogpt:sdpa"
-SAMPLE_S = 0.6  # a sample is as many steps as fill this, at most MOST_STEPS
-MOST_STEPS = 12
-MOST_MS = 3000  # a longer step is timed once, when it is tried, and not in turn
-
-
-@dataclass
-class Contender:
-    """A trainer's row at its best micro-batch, and the job that takes its steps."""
-
-    row: dict
-    job: Job
-    steps: int
-    samples: list[float] = field(default_factory=list)
-
-
-def sample(job: Job, batch: int, steps: int) -> float:
-    """Milliseconds of one step, of several in a row that the host queues without waiting."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    job.step(batch)
-    start.record()
-    for _ in range(steps):
-        job.step(batch)
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / steps
-
-
-def empty_row(cell: Cell, trainer: Trainer, batch: int) -> dict:
-    """A row of which only the shape is known."""
-    shape = {"model": cell.model, "context_length": cell.context_length, "batch_size": batch}
-    checkpointing = cell.activation_checkpointing and trainer.name == "ours"
-    how = {"attention": trainer.attention, "compiled": trainer.compiled, "activation_checkpointing": checkpointing}
-    unknown = ("tokens_per_second", "tflops", "mfu", "peak_gib", "first_step_s", "ms", "status", "message")
-    return {"trainer": trainer.name, **shape, **how, **dict.fromkeys(unknown)}
-
-
-def complete(row: dict, cell: Cell, ms: float) -> None:
-    """The speeds that follow from a step's duration, for ours as for the peers by our model's count of FLOPs."""
-    shape = cell.shape()
-    count = shape.n_layer * (12 * shape.n_embd**2 + 13 * shape.n_embd) + (shape.padded_vocab_size + 2) * shape.n_embd
-    flops = model_flops_per_token(count, shape.n_layer, shape.n_embd, cell.context_length)
-    row["ms"], row["tokens_per_second"] = ms, row["batch_size"] * cell.context_length / ms * 1000
-    row["tflops"] = row["tokens_per_second"] * flops / 1e12
-    peak = peak_flops(torch.cuda.get_device_name(), DTYPE)
-    row["mfu"] = row["tokens_per_second"] * flops / peak if peak else None
-    row["status"] = "ok"
-
-
-def try_batch(row: dict, cell: Cell, job: Job) -> int:
-    """Completes the row by a first step, which compiles, and a short sample; returns the steps of a sample in turn."""
-    batch, before = row["batch_size"], time.perf_counter()
-    torch.cuda.reset_peak_memory_stats()
-    job.step(batch)
-    torch.cuda.synchronize()
-    row["first_step_s"] = time.perf_counter() - before
-    if row["first_step_s"] > 120:  # a step of a million tokens; the time to compile is lost in it
-        complete(row, cell, 1000 * row["first_step_s"])
-        row["message"] = "the first step, compilation included"
-        row["peak_gib"] = torch.cuda.max_memory_allocated() / GIB
-        return 0
-    ms = sample(job, batch, 1)
-    complete(row, cell, ms)
-    row["peak_gib"] = torch.cuda.max_memory_allocated() / GIB
-    return 0 if ms > MOST_MS else min(max(round(1000 * SAMPLE_S / ms), 2), MOST_STEPS)
-
-
-def search(cell: Cell, trainer: Trainer, build: Callable[[], Job], gpu: Gpu) -> tuple[list[dict], Contender | None]:
-    """A row for each micro-batch, from the smallest until the speed falls or memory is out, and the best of them."""
-    rows, best, job = [], None, None
-    for batch in cell.batches:
-        rows.append(row := empty_row(cell, trainer, batch))
-        with recorded([row], gpu):
-            job = job or build()
-            steps = try_batch(row, cell, job)
-        if row["status"] == "ok" and (best is None or row["tokens_per_second"] > best.row["tokens_per_second"]):
-            best = Contender(row, job, steps)
-            continue
-        break
-    if job is not None:
-        job.park()
-    gpu.release()
-    return rows, best
-
-
-def alternate(cell: Cell, contenders: list[Contender], rounds: int, gpu: Gpu) -> None:
-    """Times the contenders in turn and completes their rows with the medians."""
-    timed = [contender for contender in contenders if contender.steps]
-    for _ in range(rounds):
-        for contender in timed:
-            contender.job.resume()
-            contender.samples.append(sample(contender.job, contender.row["batch_size"], contender.steps))
-            contender.job.park()
-            gpu.release()
-    for contender in timed:
-        complete(contender.row, cell, statistics.median(contender.samples))
-        contender.row["samples"] = contender.samples
+LONGEST_FLOOR = 8192  # tokens of context; beyond, the floor is attention
 
 
 def measure(cell: Cell, arguments: argparse.Namespace, gpu: Gpu) -> list[dict]:
@@ -162,18 +64,16 @@ def measure(cell: Cell, arguments: argparse.Namespace, gpu: Gpu) -> list[dict]:
         contenders += [best] if best else []
         print(f"  {trainer}: " + ", ".join(map(text_of, new)), flush=True)
     alternate(cell, contenders, arguments.rounds, gpu)
-    for contender in contenders:
-        contender.row["best"] = True
-        if arguments.breakdown and contender.steps:
+    for contender in contenders if arguments.breakdown else []:
+        if contender.steps:
             contender.job.resume()
             contender.row["breakdown_ms"] = breakdown(partial(contender.job.step, contender.row["batch_size"]))
             contender.job.park()
-    best_of_ours = next((c.row for c in contenders if c.row["trainer"] == "ours"), None)
-    del contenders[:]
+    contenders.clear()
     torch._dynamo.reset()
-    gc.collect()
     gpu.release()
-    if not arguments.no_floor and best_of_ours and cell.context_length <= 8192:
+    best_of_ours = next((row for row in rows if row["best"] and row["trainer"] == "ours"), None)
+    if best_of_ours and cell.context_length <= LONGEST_FLOOR and not arguments.no_floor:
         rows.append(floor_row(cell, best_of_ours["batch_size"], arguments, gpu))
     return rows
 
@@ -263,27 +163,19 @@ def begin(out: Path | None, add: bool, cells: list[Cell]) -> dict:
 
 def ratios(rows: list[dict]) -> str:
     """What our best row is to nanoGPT's, to Hugging Face's eager one and to the floor, in speed and in memory."""
-    speed = {}
+    speed, memory = {}, {}
     for row in rows:
-        if row["status"] == "ok" and (row.get("best") or row["trainer"] == "floor"):
-            speed[str(Trainer(row["trainer"], row["attention"], row["compiled"]))] = row["tokens_per_second"]
-    mine = speed.get("ours:flash2")
-    parts = [
-        f"{mine / speed[peer]:.3f} x {peer}"
-        for peer in ("nanogpt:sdpa", "huggingface:naive:eager")
-        if mine and peer in speed
-    ]
-    parts += [f"{mine / value:.1%} of the floor" for name, value in speed.items() if mine and name.startswith("floor")]
-    memory = {}
-    for row in rows:
-        if (
-            row["status"] == "ok"
-            and row["compiled"]
-            and (row["trainer"], row["attention"]) in (("ours", "flash2"), ("nanogpt", "sdpa"))
-        ):
-            memory.setdefault(row["batch_size"], {})[row["trainer"]] = row["peak_gib"]
-    both = [f"{of['ours'] / of['nanogpt']:.2f} at batch {batch}" for batch, of in memory.items() if len(of) == 2]
-    return ", ".join(parts) + (f"; memory x nanogpt:sdpa {', '.join(both)}" if both else "")
+        name = str(Trainer(row["trainer"], row["attention"], row["compiled"]))
+        if row["status"] == "ok" and (row["best"] or row["trainer"] == "floor"):
+            speed["floor" if row["trainer"] == "floor" else name] = row["tokens_per_second"]
+        if row["status"] == "ok" and name in MAIN:
+            memory.setdefault(row["batch_size"], {})[name] = row["peak_gib"]
+    ours, parts = speed.get(MAIN[0]), []
+    for peer in (MAIN[1], "huggingface:naive:eager"):
+        parts += [f"{ours / speed[peer]:.3f} x {peer}"] if ours and peer in speed else []
+    parts += [f"{ours / speed['floor']:.1%} of the floor"] if ours and "floor" in speed else []
+    both = [f"{of[MAIN[0]] / of[MAIN[1]]:.2f} at batch {batch}" for batch, of in memory.items() if len(of) == 2]
+    return ", ".join(parts) + (f"; memory x {MAIN[1]} {', '.join(both)}" if both else "")
 
 
 def show(rows: list[dict]) -> None:
@@ -292,7 +184,7 @@ def show(rows: list[dict]) -> None:
     for column in ("model", "context", "trainer", "batch", "tokens/s", "TFLOP/s", "MFU", "GiB", "first step"):
         table.add_column(column, justify="left" if column in ("model", "trainer") else "right")
     for row in rows:
-        if row.get("best") or row["trainer"] == "floor":
+        if row["best"] or row["trainer"] == "floor":
             table.add_row(
                 row["model"],
                 f"{row['context_length']:,}",

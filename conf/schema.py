@@ -44,7 +44,7 @@ class TrainConfig:
     """torch.compile the model; null is true on a GPU, false on a CPU, where compiling outlasts a short run."""
     activation_checkpointing: bool = False
     """Keep only what enters each block and what its attention gives, and compute the rest again in the backward pass:
-    several times the context or batch in the same memory, for a sixth to a quarter less speed."""
+    several times the context or batch in the same memory, at less speed."""
     deterministic: bool = False
     """Only deterministic kernels, so that a resumed run on a GPU repeats bit for bit; slower."""
     sample_tokens: int = 200

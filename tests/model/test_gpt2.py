@@ -1,6 +1,7 @@
 """GPT-2 itself. That its arithmetic is GPT-2's is shown against transformers, in test_huggingface.py."""
 
 import math
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -8,12 +9,13 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import conf
 from conf.schema import register
 from errors import UserError
 from model.attention import AttentionConfig, build_attention
-from model.gpt2 import GPT2, KeyValueCache, ModelConfig
+from model.gpt2 import GPT2, KEPT, KeyValueCache, ModelConfig
 
 VARIANTS = ("naive", "sdpa", "flash2")
 with torch.device("meta"):
@@ -247,3 +249,35 @@ def test_a_document_is_blind_to_those_before_it(attention):
     for options, same in (({"cu_seqlens": cuts}, True), ({}, False)):
         before, after = (model(x, **options)[:, 5:] for x in (tokens, changed))
         assert torch.allclose(before, after, atol=1e-5) is same
+
+
+class Recorder(TorchDispatchMode):
+    """The operators that ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.ran = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ran[func] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("attention", VARIANTS)
+def test_activation_checkpointing_changes_no_gradient_and_keeps_attention(attention):
+    """With dropout, whose draws the second computation has to repeat. The fused attentions are not computed twice."""
+    gradients, ran = [], []
+    tokens, dropout = tokens_of(2, 41), 0.0 if attention == "sdpa" else 0.2  # torch's has none that is fused on a CPU
+    for checkpointing in (False, True):
+        model = sharpen(build(attention, dropout=dropout))
+        model.activation_checkpointing = checkpointing
+        torch.manual_seed(3)
+        with Recorder() as recorder:
+            model(tokens[:, :-1], tokens[:, 1:]).backward()
+        gradients.append([p.grad for p in model.parameters()])
+        ran.append(recorder.ran)
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    gelu = torch.ops.gelu.forward.default
+    assert (ran[0][gelu], ran[1][gelu]) == (2, 4), "each block's once more"
+    attended = [sum(of[op] for op in KEPT) for of in ran]
+    assert attended == ([0, 0] if attention == "naive" else [2, 2])
