@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -17,6 +18,11 @@ RESULTS = ROOT / "bench" / "results"
 COLOURS = {"naive": "#888888", "sdpa": "#1f77b4", "flash2": "#d62728"}
 
 
+def rounded_down(ratio: float) -> str:
+    """Two decimals, never in our favour."""
+    return f"{math.floor(100 * ratio) / 100:.2f}"
+
+
 def parity_table(results: Path) -> str:
     """The attention variants side by side, from one run of bench.parity."""
     file = json.loads((results / "h200" / "parity.json").read_text())
@@ -29,7 +35,7 @@ def parity_table(results: Path) -> str:
     ]
     for name, row in rows.items():
         lines.append(
-            f"| `{name}` | {row['tokens_per_second']:,.0f} | {row['tokens_per_second'] / naive:.2f} "
+            f"| `{name}` | {row['tokens_per_second']:,.0f} | {rounded_down(row['tokens_per_second'] / naive)} "
             f"| {row['tflops']:.0f} | {row['mfu']:.1%} | {row['peak_gib']:.1f} GiB | {row['val_loss']:.4f} |"
         )
     lines += [
@@ -92,9 +98,42 @@ def documents_table(results: Path) -> str:
     return "\n".join(lines)
 
 
+def training_table(results: Path) -> str:
+    """Each trainer at its best micro-batch, beside nanoGPT's in the same run and the floor, from bench.training."""
+    names = {"ours": "ours", "nanogpt": "nanoGPT", "huggingface": "Hugging Face"}
+    rows = json.loads((results / "h200" / "training.json").read_text())["rows"]
+    lines = [
+        "| model, context | trainer, attention | micro-batch | tokens/s | x nanoGPT | of the floor | peak memory |",
+        "|---|---|--:|--:|--:|--:|--:|",
+    ]
+    best = [row for row in rows if row["best"]]
+    for row in sorted(best, key=lambda row: (row["model"], row["context_length"])):
+        of_cell = {
+            other["trainer"]: other["tokens_per_second"]
+            for other in rows
+            if (other["model"], other["context_length"]) == (row["model"], row["context_length"])
+            and (other["best"] or other["trainer"] == "floor")
+            and (other["trainer"] != "nanogpt" or (other["attention"], other["compiled"]) == ("sdpa", True))
+        }
+        how = f"{names[row['trainer']]}, {row['attention']}" + ("" if row["compiled"] else ", not compiled")
+        peer, floor = (of_cell.get(name) for name in ("nanogpt", "floor"))
+        speed = row["tokens_per_second"]
+        lines.append(
+            f"| {row['model']}, {row['context_length']:,} | {how} | {row['batch_size']} | {speed:,.0f} "
+            f"| {rounded_down(speed / peer) if peer else '-'} | {rounded_down(speed / floor) if floor else '-'} "
+            f"| {row['peak_gib']:.1f} GiB |"
+        )
+    return "\n".join(lines)
+
+
 def fill(text: str, results: Path = RESULTS) -> str:
     """The README with every generated part made anew."""
-    made = {"parity": parity_table, "attention": attention_table, "documents": documents_table}
+    made = {
+        "parity": parity_table,
+        "attention": attention_table,
+        "documents": documents_table,
+        "training": training_table,
+    }
     for name, make in made.items():
         start, end = f"<!-- {name} -->\n", f"\n<!-- /{name} -->"
         before, _, rest = text.partition(start)
