@@ -1,0 +1,109 @@
+"""Attention as the papers write it, in plain PyTorch: one head, no mask, no scale, matrices (N, d).
+
+The numbers at the ends of lines are those of the papers' listings. Tiles are taken by split, so the last ones may be
+smaller. `watch` is called with the state after every tile; by default nobody watches.
+
+Q, K, V (N, d); O output; S scores and P probabilities, a tile of them; m row maxima, l row sums of exponentials, (N,);
+L logsumexp; B_r rows of a tile of Q, B_c rows of a tile of K and V; i counts the former, j the latter.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Watch = Callable[..., None]
+
+
+def nobody(**state) -> None:
+    """Watches nothing."""
+
+
+def standard_attention(Q: Tensor, K: Tensor, V: Tensor, watch: Watch = nobody) -> Tensor:
+    """Algorithm 0 of FlashAttention (Dao et al., 2022): S and P are written out, N x N each."""
+    S = Q @ K.T  # 1
+    P = S.softmax(dim=1)  # 2
+    O = P @ V  # 3
+    watch(S=S, P=P, O=O)
+    return O
+
+
+def online_softmax(x: Tensor, watch: Watch = nobody) -> Tensor:
+    """Algorithm 3 of Milakov and Gimelshein (2018): softmax of x (N,) whose maximum and sum are found in one pass."""
+    m, d = x.new_tensor(float("-inf")), x.new_tensor(0.0)  # 1, 2
+    for j, x_j in enumerate(x):  # 3
+        m_new = torch.maximum(m, x_j)  # 4
+        d = d * torch.exp(m - m_new) + torch.exp(x_j - m_new)  # 5: what was summed under the old maximum shrinks
+        m = m_new
+        watch(j=j, x=x_j, m=m, l=d)
+    return torch.exp(x - m) / d  # 7, 8
+
+
+def flash_attention(Q: Tensor, K: Tensor, V: Tensor, B_r: int, B_c: int, watch: Watch = nobody) -> Tensor:
+    """Algorithm 1 of FlashAttention (Dao et al., 2022): tiles of K and V outside, tiles of Q inside.
+
+    O, l and m live in HBM: they are read and written again for every tile, and O is normalised each time.
+    """
+    O = torch.zeros_like(Q)  # 2
+    l, m = Q.new_zeros(len(Q)), Q.new_full((len(Q),), float("-inf"))
+    for j, (K_j, V_j) in enumerate(zip(K.split(B_c), V.split(B_c), strict=True)):  # 5, 6
+        tiles = zip(Q.split(B_r), O.split(B_r), l.split(B_r), m.split(B_r), strict=True)
+        for i, (Q_i, O_i, l_i, m_i) in enumerate(tiles):  # 7, 8; the last three are views, so that 12 and 13 write O
+            S = Q_i @ K_j.T  # 9
+            m_tile = S.amax(1)  # 10
+            P = torch.exp(S - m_tile[:, None])
+            l_tile = P.sum(1)
+            m_new = torch.maximum(m_i, m_tile)  # 11
+            l_new = torch.exp(m_i - m_new) * l_i + torch.exp(m_tile - m_new) * l_tile
+            old = (l_i * torch.exp(m_i - m_new))[:, None] * O_i
+            O_i.copy_((old + torch.exp(m_tile - m_new)[:, None] * (P @ V_j)) / l_new[:, None])  # 12
+            l_i.copy_(l_new)  # 13
+            m_i.copy_(m_new)
+            watch(i=i, j=j, S=S, m=m_i, l=l_i, O=O_i)
+    return O
+
+
+def flash_attention_2(
+    Q: Tensor, K: Tensor, V: Tensor, B_r: int, B_c: int, watch: Watch = nobody
+) -> tuple[Tensor, Tensor]:
+    """O and L by Algorithm 1 of FlashAttention-2 (Dao, 2023): tiles of Q outside, tiles of K and V inside.
+
+    A tile of O stays on chip until it is done, is normalised once, and of the statistics only L is kept.
+    """
+    O, L = [], []
+    for i, Q_i in enumerate(Q.split(B_r)):  # 3, 4
+        O_i = torch.zeros_like(Q_i)  # 5
+        l, m = Q_i.new_zeros(len(Q_i)), Q_i.new_full((len(Q_i),), float("-inf"))
+        for j, (K_j, V_j) in enumerate(zip(K.split(B_c), V.split(B_c), strict=True)):  # 6, 7
+            S = Q_i @ K_j.T  # 8
+            m_new = torch.maximum(m, S.amax(1))  # 9
+            P = torch.exp(S - m_new[:, None])
+            shrunk = torch.exp(m - m_new)
+            l = shrunk * l + P.sum(1)
+            O_i = shrunk[:, None] * O_i + P @ V_j  # 10
+            m = m_new
+            watch(i=i, j=j, S=S, m=m, l=l, O=O_i)
+        O.append(O_i / l[:, None])  # 12, 14
+        L.append(m + l.log())  # 13, 15
+    return torch.cat(O), torch.cat(L)
+
+
+def flash_attention_2_backward(
+    Q: Tensor, K: Tensor, V: Tensor, O: Tensor, dO: Tensor, L: Tensor, B_r: int, B_c: int, watch: Watch = nobody
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dQ, dK and dV by Algorithm 2 of FlashAttention-2 (Dao, 2023): P comes back from S and L alone."""
+    D = (dO * O).sum(1)  # 4
+    dQ, dK, dV = torch.zeros_like(Q), torch.zeros_like(K), torch.zeros_like(V)  # 3
+    of_keys = (x.split(B_c) for x in (K, V, dK, dV))
+    for j, (K_j, V_j, dK_j, dV_j) in enumerate(zip(*of_keys, strict=True)):  # 5, 6, 7
+        of_queries = (x.split(B_r) for x in (Q, dO, dQ, L, D))
+        for i, (Q_i, dO_i, dQ_i, L_i, D_i) in enumerate(zip(*of_queries, strict=True)):  # 8, 9
+            S = Q_i @ K_j.T  # 10
+            P = torch.exp(S - L_i[:, None])  # 11
+            dV_j += P.T @ dO_i  # 12
+            dP = dO_i @ V_j.T  # 13
+            dS = P * (dP - D_i[:, None])  # 14
+            dQ_i += dS @ K_j  # 15
+            dK_j += dS.T @ Q_i  # 16
+            watch(i=i, j=j, P=P, dS=dS, dQ=dQ_i, dK=dK_j, dV=dV_j)
+    return dQ, dK, dV
