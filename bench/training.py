@@ -126,7 +126,7 @@ def chosen_cells(arguments: argparse.Namespace) -> list[Cell]:
             raise UserError(f"--cells {name} is unknown; choose among {', '.join(known)}")
     cells = [known[name] for name in wanted]
     if arguments.batches:
-        cells = [replace(cell, batches=tuple(map(positive, arguments.batches.split(",")))) for cell in cells]
+        cells = [replace(cell, batches=arguments.batches) for cell in cells]
     return [replace(c, activation_checkpointing=True) for c in cells] if arguments.activation_checkpointing else cells
 
 
@@ -214,6 +214,11 @@ def show_breakdown(rows: list[dict]) -> None:
         Console(width=120).print(table)
 
 
+def sizes(text: str) -> tuple[int, ...]:
+    """Integers of 1 or more, separated by commas, for argparse."""
+    return tuple(map(positive, text.split(",")))
+
+
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m bench.training",
@@ -227,7 +232,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add("--trainers", help=help_)
     add("--nanogpt", type=Path, help="nanoGPT's model.py; without it nanoGPT is left out")
-    add("--batches", help="micro-batches to try, instead of the cell's")
+    add("--batches", type=sizes, help="micro-batches to try, e.g. 32,64, instead of the cell's")
     add("--activation-checkpointing", action="store_true", help="ours with it, in every cell")
     add("--rounds", type=positive, default=5, help="samples of each trainer, taken in turn (5)")
     add("--breakdown", action="store_true", help="also where a step goes, by the profiler")

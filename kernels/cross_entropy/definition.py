@@ -7,14 +7,17 @@ from torch import Tensor
 def cross_entropy_(logits: Tensor, targets: Tensor, vocab_size: int, gradient: bool) -> Tensor:
     """Losses (N,) in nats of logits (N, padded V), in fp32 (fp64 for such logits), targets (N,) below vocab_size.
 
-    Columns from vocab_size on are padding and take no part. With `gradient`, softmax(logits) - one_hot(targets), the
-    gradient of the sum of the losses, takes the place of the logits; it is zero in the padding.
+    A negative target does not count: its loss and the gradient of its row are zero. Columns from vocab_size on are
+    padding and take no part. With `gradient`, softmax(logits) - one_hot(targets), the gradient of the sum of the losses,
+    takes the place of the logits; it is zero in the padding.
     """
     true = logits[:, :vocab_size].to(torch.promote_types(logits.dtype, torch.float32))
     logsumexp = true.logsumexp(1, keepdim=True)
-    losses = logsumexp - true.gather(1, targets[:, None])
+    counts = (targets >= 0)[:, None]
+    own = targets.clamp(min=0)[:, None]
+    losses = (logsumexp - true.gather(1, own)) * counts
     if gradient:
         probabilities = (true - logsumexp).exp()
-        probabilities.scatter_add_(1, targets[:, None], probabilities.new_full((1, 1), -1).expand(len(targets), 1))
-        logits.zero_()[:, :vocab_size] = probabilities
+        probabilities.scatter_add_(1, own, probabilities.new_full((1, 1), -1).expand(len(targets), 1))
+        logits.zero_()[:, :vocab_size] = probabilities * counts
     return losses[:, 0]

@@ -81,19 +81,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, vocab_size):
         total, dhidden, dweight = torch.ops.cross_entropy.linear(hidden, weight, targets, vocab_size, True)
-        ctx.save_for_backward(dhidden, dweight)
-        return total / len(targets)
+        count = (targets >= 0).sum()
+        ctx.save_for_backward(dhidden, dweight, count)
+        return total / count
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dloss):
-        dhidden, dweight = ctx.saved_tensors
-        share = dloss / len(dhidden)
+        dhidden, dweight, count = ctx.saved_tensors
+        share = dloss / count
         return (dhidden * share).to(dhidden.dtype), dweight * share, None, None
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
-    """Mean of -log softmax(hidden @ weight.T)[target] over all tokens, in nats: a scalar in fp32.
+    """Mean of -log softmax(hidden @ weight.T)[target] over the tokens whose target is not negative, in nats, fp32.
 
     hidden (N, C), weight (padded V, C) with vocab_size true rows, targets (N,) below vocab_size, which is not checked.
     The products are computed in hidden's dtype, whatever the weight's; the gradient by weight is summed in the
@@ -101,4 +102,4 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_
     """
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         return _LinearCrossEntropy.apply(hidden, weight, targets, vocab_size)
-    return torch.ops.cross_entropy.linear(hidden, weight, targets, vocab_size, False)[0] / len(targets)
+    return torch.ops.cross_entropy.linear(hidden, weight, targets, vocab_size, False)[0] / (targets >= 0).sum()

@@ -38,7 +38,10 @@ def _accumulate(m, l, b_x):
 
 @triton.jit
 def _gradient(b_x, highest, log_sum, o_x, start, target, N: tl.constexpr):
-    """softmax - one_hot(target) of a block, given the row's maximum and the sum relative to it, as log2."""
+    """softmax - one_hot(target) of a block, given the row's maximum and the sum relative to it, as log2.
+
+    Zero where that sum is given as infinite.
+    """
     b_g = tl.exp2((b_x - highest) * LOG2_E - log_sum)
     if (target >= start) & (target < start + N):
         b_g -= tl.where(o_x == target, 1.0, 0.0)
@@ -53,7 +56,8 @@ def cross_entropy_kernel(
     row = tl.program_id(0).to(tl.int64)
     p_row = logits + row * s_row
     target = tl.load(targets + row).to(tl.int32)
-    target_logit = tl.load(p_row + target).to(tl.float32)
+    counts = target >= 0
+    target_logit = tl.load(p_row + target, mask=counts, other=0.0).to(tl.float32)
     o_n = tl.arange(0, N // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
     whole = vocab_size // N * N  # the blocks before have no padding, and one or more after are left
 
@@ -64,9 +68,10 @@ def cross_entropy_kernel(
         m, l = _accumulate(m, l, _load(p_row, whole + o_n, vocab_size, padded, True))
     highest = tl.max(m, 0)
     log_sum = tl.log2(tl.sum(l * tl.exp2((m - highest) * LOG2_E), 0))
-    tl.store(losses + row, highest - target_logit + log_sum * LN_2)
+    tl.store(losses + row, tl.where(counts, highest - target_logit + log_sum * LN_2, 0.0))
 
     if GRADIENT:
+        log_sum = tl.where(counts, log_sum, float("inf"))
         for start in range(0, whole, N):
             b_x = _load(p_row, start + o_n, vocab_size, padded, False)
             b_g = _gradient(b_x, highest, log_sum, start + o_n, start, target, N)

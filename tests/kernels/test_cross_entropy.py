@@ -43,6 +43,28 @@ def test_losses_and_gradients_are_as_accurate_as_torchs(implementation, dtype, r
 
 
 @pytest.mark.parametrize("implementation", [definition, triton_kernel], ids=["definition", "Triton"])
+@pytest.mark.parametrize("vocab_size", [63, 9000])
+def test_a_negative_target_does_not_count(implementation, vocab_size):
+    logits = torch.randn(3, 9024, device=DEVICE)[:, : -(-vocab_size // 64) * 64].contiguous()
+    targets = torch.tensor([5, -100, 7], device=DEVICE)
+    exact_losses, exact = reference(logits.double()[[0, 2]], targets[[0, 2]], vocab_size)
+    losses = implementation.cross_entropy_(logits, targets, vocab_size, True)
+    assert losses[1] == 0 and logits[1].eq(0).all()
+    torch.testing.assert_close(losses[[0, 2]].double(), exact_losses, rtol=2e-6, atol=1e-5)
+    torch.testing.assert_close(logits[[0, 2]].double(), exact, rtol=1e-5, atol=1e-6)
+
+
+def test_the_mean_is_over_the_targets_that_count():
+    hidden, weight = torch.randn(4, 16, device=DEVICE), torch.randn(64, 16, device=DEVICE, requires_grad=True)
+    targets = torch.tensor([3, -100, 5, -1], device=DEVICE)
+    some = linear_cross_entropy(hidden, weight, targets, 64)
+    alone = linear_cross_entropy(hidden[[0, 2]], weight, targets[[0, 2]], 64)
+    torch.testing.assert_close(some, alone)
+    found, expected = (torch.autograd.grad(loss, weight)[0] for loss in (some, alone))
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("implementation", [definition, triton_kernel], ids=["definition", "Triton"])
 def test_without_gradient_the_logits_stay(implementation):
     logits, targets = torch.randn(4, 192, device=DEVICE), torch.tensor([0, 5, 130, 7], device=DEVICE)
     before = logits.clone()
