@@ -8,8 +8,8 @@ def cross_entropy_(logits: Tensor, targets: Tensor, vocab_size: int, gradient: b
     """Losses (N,) in nats of logits (N, padded V), in fp32 (fp64 for such logits), targets (N,) below vocab_size.
 
     A negative target does not count: its loss and the gradient of its row are zero. Columns from vocab_size on are
-    padding and take no part. With `gradient`, softmax(logits) - one_hot(targets), the gradient of the sum of the losses,
-    takes the place of the logits; it is zero in the padding.
+    padding and take no part. With `gradient`, softmax(logits) - one_hot(targets), which is the gradient of the sum of
+    the losses and zero in the padding, takes the place of the logits.
     """
     true = logits[:, :vocab_size].to(torch.promote_types(logits.dtype, torch.float32))
     logsumexp = true.logsumexp(1, keepdim=True)
