@@ -21,7 +21,8 @@ from bench.accuracy import relative_error
 from bench.attention import output_file
 from bench.cells import HIDDEN, TOKENS
 from bench.timing import Gpu, sampler_of
-from kernels.flash2 import definition, dropout, launch, launcher
+from kernels import dropout, launcher
+from kernels.flash2 import definition, launch
 from kernels.flash2.options import Options
 from kernels.flash2.tiles import LENGTHS, SPECIALISED, TABLE, Tile, Tiles, length_bucket, padded_head_dim
 from trainer.flops import attention_flops

@@ -10,7 +10,7 @@ B batch, T query length, S key length, H query heads, G key/value heads, D head 
 import torch
 from torch import Tensor
 
-from kernels.flash2.dropout import keep_mask
+from kernels.dropout import keep_mask
 
 TILE = 128
 NEG_INF = float("-inf")

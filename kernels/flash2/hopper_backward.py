@@ -36,10 +36,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import mangle_type
 
-from kernels.flash2.dropout import threshold
-from kernels.flash2.launcher import descriptor, launch, strides
+from kernels.dropout import threshold
 from kernels.flash2.options import Options
 from kernels.flash2.tiles import SpecialisedBackward, padded_head_dim, split_head_dim
+from kernels.launcher import descriptor, launch, strides
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 

@@ -27,11 +27,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.runtime.jit import mangle_type
 
-from kernels.flash2.dropout import threshold
-from kernels.flash2.launcher import descriptor, launch
+from kernels.dropout import threshold
 from kernels.flash2.options import Options
 from kernels.flash2.tiles import SpecialisedForward, split_head_dim
 from kernels.flash2.triton_kernels import natural_logsumexp
+from kernels.launcher import descriptor, launch
 
 LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
 CONSUMERS: gl.constexpr = gl.constexpr(2)  # warpgroups

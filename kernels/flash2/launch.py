@@ -9,17 +9,7 @@ from functools import cache, lru_cache
 import torch
 from torch import Tensor
 
-from kernels.flash2.dropout import threshold
-from kernels.flash2.launcher import (
-    arch_of,
-    are_aligned,
-    descriptor,
-    fits_tma,
-    launch,
-    strides,
-    triton_version,
-    uses_tma,
-)
+from kernels.dropout import threshold
 from kernels.flash2.options import Options
 from kernels.flash2.tiles import (
     SpecialisedBackward,
@@ -32,6 +22,16 @@ from kernels.flash2.tiles import (
     tiles_for,
 )
 from kernels.flash2.triton_kernels import delta_kernel, forward_kernel, key_gradient_kernel, query_gradient_kernel
+from kernels.launcher import (
+    arch_of,
+    are_aligned,
+    descriptor,
+    fits_tma,
+    launch,
+    strides,
+    triton_version,
+    uses_tma,
+)
 
 log = logging.getLogger(__name__)
 Chosen = Tiles | SpecialisedForward | SpecialisedBackward

@@ -11,8 +11,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from kernels.flash2 import definition, dropout
-from kernels.flash2.options import Options, document_bounds
+from kernels import dropout
+from kernels.documents import document_bounds
+from kernels.flash2 import definition
+from kernels.flash2.options import Options
 
 _library = torch.library.Library("flash2", "DEF")
 DTYPES = torch.bfloat16, torch.float16, torch.float32

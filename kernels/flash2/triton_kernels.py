@@ -6,137 +6,29 @@ that need a mask and over those that do not in loops of their own; what nobody s
 keys, and a key is seen by a range of queries: causal order, sliding window and documents only move their ends. Softmax
 runs in base 2, with log2(e) folded into the scale; statistics and accumulators are fp32.
 
-M rows of a query tile, N rows of a key tile, D head size padded to a power of two.
-Names: p_ pointer to the first row of one head, s_ stride between rows, b_ tile, o_ offsets.
-A row's byte offset may pass 2^31, so the start of a tile is computed in 64 bits and only offsets inside it in 32.
+M rows of a query tile, N rows of a key tile; other names are those of kernels/head_rows.py.
 """
 
 import triton
 import triton.language as tl
 
+from kernels.head_rows import (
+    LOG2_E,
+    at_head,
+    dot,
+    head_of,
+    keys_of,
+    load_rows,
+    numbers_of_head,
+    queries_of,
+    random_numbers,
+    store_rows,
+)
 from kernels.rounding import to
 
-LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 LN_2_REST: tl.constexpr = tl.constexpr(7.348693098485626e-09)
 """1 / LOG2_E - LN_2, with both as fp32 holds them: their product is not quite 1."""
-
-
-@triton.jit
-def _head(pointer, batch, head, s_batch, s_head):
-    return pointer + tl.cast(batch, tl.int64) * s_batch + tl.cast(head, tl.int64) * s_head
-
-
-@triton.jit
-def _at_head(x, batch, head, s_batch, s_head, TMA: tl.constexpr):
-    """What _load reads one head of x from: a pointer to its first row, or the descriptor of the whole of x."""
-    if TMA:
-        return x
-    else:
-        return _head(x, batch, head, s_batch, s_head)
-
-
-@triton.jit
-def _load(
-    x,
-    batch,
-    head,
-    s_x,
-    start,
-    length,
-    ROWS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    D: tl.constexpr,
-    BOUNDED: tl.constexpr,
-    TMA: tl.constexpr,
-):
-    """Rows start to start + ROWS of one head, [ROWS, D]; the padding of D, and rows past `length`, read zero.
-
-    By pointer the rows are checked only where BOUNDED; by TMA, Hopper's copy engine, they always are.
-    """
-    if TMA:
-        return x.load([batch, start, head, 0]).reshape(ROWS, D)
-    else:
-        o_rows = tl.arange(0, ROWS)
-        o_d = tl.arange(0, D)
-        p_tile = x + tl.cast(start, tl.int64) * s_x + o_rows[:, None] * s_x + o_d[None, :]
-        if BOUNDED and D != HEAD_DIM:
-            return tl.load(p_tile, mask=(start + o_rows < length)[:, None] & (o_d < HEAD_DIM)[None, :], other=0.0)
-        elif BOUNDED:
-            return tl.load(p_tile, mask=(start + o_rows < length)[:, None], other=0.0)
-        elif D != HEAD_DIM:
-            return tl.load(p_tile, mask=(o_d < HEAD_DIM)[None, :], other=0.0)
-        else:
-            return tl.load(p_tile)
-
-
-@triton.jit
-def _store(p_x, s_x, start, length, o_rows, b_x, HEAD_DIM: tl.constexpr, D: tl.constexpr, UPCAST: tl.constexpr):
-    o_d = tl.arange(0, D)
-    p_tile = p_x + tl.cast(start, tl.int64) * s_x + o_rows[:, None] * s_x + o_d[None, :]
-    mask = (start + o_rows < length)[:, None] & (o_d < HEAD_DIM)[None, :]
-    tl.store(p_tile, to(b_x, p_x.dtype.element_ty, UPCAST), mask=mask)
-
-
-@triton.jit
-def _dot(a, b, acc, UPCAST: tl.constexpr):
-    """a @ b + acc in fp32. UPCAST is for the interpreter, whose arithmetic on bf16 is wrong."""
-    if UPCAST:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
-    else:
-        return tl.dot(a, b, acc, input_precision="ieee")
-
-
-@triton.jit
-def _keys_of(
-    o_i,
-    documents,
-    batch,
-    offset,
-    seq_q,
-    seq_k,
-    window,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
-):
-    """The keys [first, end) that the queries o_i see. Neither falls from one query to the next; end may be negative."""
-    first, end = o_i * 0, o_i * 0 + seq_k
-    if DOCUMENTS:
-        p_first = documents + tl.cast(batch, tl.int64) * 2 * seq_q + o_i
-        first = tl.load(p_first, mask=o_i < seq_q, other=0)
-        end = tl.load(p_first + seq_q, mask=o_i < seq_q, other=0)
-    if CAUSAL:
-        end = tl.minimum(end, o_i + offset + 1)
-    if WINDOW:
-        first = tl.maximum(first, o_i + offset + 1 - window)
-    return first, end
-
-
-@triton.jit
-def _queries_of(
-    o_j,
-    documents,
-    batch,
-    offset,
-    seq_q,
-    seq_k,
-    window,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
-):
-    """The queries [first, end) that see the keys o_j: the other side of _keys_of."""
-    first, end = o_j * 0, o_j * 0 + seq_q
-    if DOCUMENTS:
-        p_first = documents + tl.cast(batch, tl.int64) * 2 * seq_k + o_j
-        first = tl.load(p_first, mask=o_j < seq_k, other=0)
-        end = tl.load(p_first + seq_k, mask=o_j < seq_k, other=0)
-    if CAUSAL:
-        first = tl.maximum(first, o_j - offset)
-    if WINDOW:
-        end = tl.minimum(end, o_j - offset + window)
-    return first, end
 
 
 @triton.jit
@@ -146,27 +38,6 @@ def natural_logsumexp(m, l):
     """
     rest = tl.maximum(m, -1e30) * LN_2_REST
     return tl.math.fma(m, LN_2, tl.math.fma(tl.math.log2(l), LN_2, rest))
-
-
-@triton.jit
-def _numbers_of_head(numbers, bh, seq_q, seq_k, DROPOUT: tl.constexpr):
-    """Pointers to the random numbers of one head's queries and keys: see dropout.py. Nothing of use without dropout."""
-    if DROPOUT:
-        p_of_queries = numbers + tl.cast(bh, tl.int64) * (seq_q + seq_k)
-        return p_of_queries, p_of_queries + seq_q
-    else:
-        return bh, bh
-
-
-@triton.jit
-def _random(p_numbers, o_rows, length, BOUNDED: tl.constexpr, DROPOUT: tl.constexpr):
-    """Some of those numbers."""
-    if DROPOUT and BOUNDED:
-        return tl.load(p_numbers + o_rows, mask=o_rows < length, other=0).to(tl.uint32, bitcast=True)
-    elif DROPOUT:
-        return tl.load(p_numbers + o_rows).to(tl.uint32, bitcast=True)
-    else:
-        return o_rows
 
 
 @triton.jit
@@ -207,8 +78,8 @@ def _forward_tiles(
     o_n = tl.arange(0, N)
     for n in tl.range(start, stop, N):
         o_j = n + o_n
-        b_k = _load(k, batch, kv_head, s_k, n, seq_k, N, HEAD_DIM, D, MASKED, TMA)
-        b_s = _dot(b_q, tl.trans(b_k), tl.zeros([M, N], tl.float32), UPCAST)
+        b_k = load_rows(k, batch, kv_head, s_k, n, seq_k, N, HEAD_DIM, D, MASKED, TMA)
+        b_s = dot(b_q, tl.trans(b_k), tl.zeros([M, N], tl.float32), UPCAST)
         if MASKED:
             visible = o_j[None, :] < end[:, None]
             if BANDED:
@@ -223,10 +94,10 @@ def _forward_tiles(
         alpha = tl.math.exp2(m - shift)
         l = l * alpha + tl.sum(b_p, 1)
         if DROPOUT:
-            of_keys = _random(p_of_keys, o_j, seq_k, MASKED, DROPOUT)
+            of_keys = random_numbers(p_of_keys, o_j, seq_k, MASKED, DROPOUT)
             b_p = tl.where(of_queries[:, None] * of_keys[None, :] >= threshold.to(tl.uint32, bitcast=True), b_p, 0.0)
-        b_v = _load(v, batch, kv_head, s_v, n, seq_k, N, HEAD_DIM, D, MASKED, TMA)
-        acc = _dot(to(b_p, b_v.dtype, UPCAST), b_v, acc * alpha[:, None], UPCAST)
+        b_v = load_rows(v, batch, kv_head, s_v, n, seq_k, N, HEAD_DIM, D, MASKED, TMA)
+        acc = dot(to(b_p, b_v.dtype, UPCAST), b_v, acc * alpha[:, None], UPCAST)
         m = m_new
     return acc, m, l
 
@@ -285,20 +156,20 @@ def forward_kernel(
     offset = seq_k - seq_q
     o_m = tl.arange(0, M)
     kv_head = head // groups
-    k = _at_head(k, batch, kv_head, sk_b, sk_h, TMA)
-    v = _at_head(v, batch, kv_head, sv_b, sv_h, TMA)
-    q = _at_head(q, batch, head, sq_b, sq_h, TMA)
-    b_q = _load(q, batch, head, sq_t, i, seq_q, M, HEAD_DIM, D, True, TMA)
+    k = at_head(k, batch, kv_head, sk_b, sk_h, TMA)
+    v = at_head(v, batch, kv_head, sv_b, sv_h, TMA)
+    q = at_head(q, batch, head, sq_b, sq_h, TMA)
+    b_q = load_rows(q, batch, head, sq_t, i, seq_q, M, HEAD_DIM, D, True, TMA)
 
     BANDED: tl.constexpr = WINDOW or DOCUMENTS
     last = tl.minimum(i + M, seq_q) - 1
     # fmt: off
-    start, full = _keys_of(i, documents, batch, offset, seq_q, seq_k, window, CAUSAL, WINDOW, DOCUMENTS)
-    full_start, stop = _keys_of(last, documents, batch, offset, seq_q, seq_k, window, CAUSAL, WINDOW, DOCUMENTS)
-    first, end = _keys_of(i + o_m, documents, batch, offset, seq_q, seq_k, window, CAUSAL, WINDOW, DOCUMENTS)
+    start, full = keys_of(i, documents, batch, offset, seq_q, seq_k, window, CAUSAL, WINDOW, DOCUMENTS)
+    full_start, stop = keys_of(last, documents, batch, offset, seq_q, seq_k, window, CAUSAL, WINDOW, DOCUMENTS)
+    first, end = keys_of(i + o_m, documents, batch, offset, seq_q, seq_k, window, CAUSAL, WINDOW, DOCUMENTS)
     # fmt: on
-    p_of_queries, p_of_keys = _numbers_of_head(numbers, bh, seq_q, seq_k, DROPOUT)
-    of_queries = _random(p_of_queries, i + o_m, seq_q, True, DROPOUT)
+    p_of_queries, p_of_keys = numbers_of_head(numbers, bh, seq_q, seq_k, DROPOUT)
+    of_queries = random_numbers(p_of_queries, i + o_m, seq_q, True, DROPOUT)
     full, full_start = tl.maximum(full, 0) // N * N, tl.cdiv(tl.maximum(full_start, 0), N) * N
     acc = tl.zeros([M, D], tl.float32)
     m = tl.full([M], float("-inf"), tl.float32)
@@ -322,7 +193,7 @@ def forward_kernel(
     )
     # fmt: on
     b_out = acc * (keep_scale / tl.where(l == 0.0, 1.0, l))[:, None]
-    _store(_head(out, batch, head, so_b, so_h), so_t, i, seq_q, o_m, b_out, HEAD_DIM, D, UPCAST)
+    store_rows(head_of(out, batch, head, so_b, so_h), so_t, i, seq_q, o_m, b_out, HEAD_DIM, D, UPCAST)
     p_lse = logsumexp + tl.cast(bh, tl.int64) * seq_q + i + o_m
     tl.store(p_lse, natural_logsumexp(m, l), mask=i + o_m < seq_q)
 
@@ -357,9 +228,9 @@ def delta_kernel(
     i = tl.program_id(0) % tiles * M
     batch, head = bh // heads, bh % heads
     o_m = tl.arange(0, M)
-    p_out, p_dout = _head(out, batch, head, so_b, so_h), _head(dout, batch, head, sdo_b, sdo_h)
-    b_out = _load(p_out, batch, head, so_t, i, seq_q, M, HEAD_DIM, D, True, False)
-    b_dout = _load(p_dout, batch, head, sdo_t, i, seq_q, M, HEAD_DIM, D, True, False)
+    p_out, p_dout = head_of(out, batch, head, so_b, so_h), head_of(dout, batch, head, sdo_b, sdo_h)
+    b_out = load_rows(p_out, batch, head, so_t, i, seq_q, M, HEAD_DIM, D, True, False)
+    b_dout = load_rows(p_dout, batch, head, sdo_t, i, seq_q, M, HEAD_DIM, D, True, False)
     b_delta = tl.sum(b_out.to(tl.float32) * b_dout.to(tl.float32), 1)
     row = tl.cast(bh, tl.int64) * seq_q + i + o_m
     if LOGSUMEXP:
@@ -410,10 +281,10 @@ def _key_gradient_tiles(
     o_m = tl.arange(0, M)
     for m in tl.range(start, stop, M):
         o_i = m + o_m
-        b_q = _load(q, batch, head, s_q, m, seq_q, M, HEAD_DIM, D, BOUNDED, TMA)
-        b_do = _load(dout, batch, head, s_do, m, seq_q, M, HEAD_DIM, D, BOUNDED, TMA)
-        b_st = _dot(b_k, tl.trans(b_q), tl.zeros([N, M], tl.float32), UPCAST)
-        b_dpt = _dot(b_v, tl.trans(b_do), tl.zeros([N, M], tl.float32), UPCAST)
+        b_q = load_rows(q, batch, head, s_q, m, seq_q, M, HEAD_DIM, D, BOUNDED, TMA)
+        b_do = load_rows(dout, batch, head, s_do, m, seq_q, M, HEAD_DIM, D, BOUNDED, TMA)
+        b_st = dot(b_k, tl.trans(b_q), tl.zeros([N, M], tl.float32), UPCAST)
+        b_dpt = dot(b_v, tl.trans(b_do), tl.zeros([N, M], tl.float32), UPCAST)
         if BOUNDED:
             b_lse = tl.load(p_lse + o_i, mask=o_i < seq_q, other=float("inf"))
             b_delta = tl.load(p_delta + o_i, mask=o_i < seq_q, other=0.0)
@@ -428,13 +299,13 @@ def _key_gradient_tiles(
             b_pt = tl.where(seen, b_pt, 0.0)
         b_pt_kept = b_pt
         if DROPOUT:
-            of_queries = _random(p_of_queries, o_i, seq_q, BOUNDED, DROPOUT)
+            of_queries = random_numbers(p_of_queries, o_i, seq_q, BOUNDED, DROPOUT)
             kept = of_keys[:, None] * of_queries[None, :] >= threshold.to(tl.uint32, bitcast=True)
             b_pt_kept = tl.where(kept, b_pt, 0.0)
             b_dpt = tl.where(kept, b_dpt, 0.0)
-        dv = _dot(to(b_pt_kept, b_do.dtype, UPCAST), b_do, dv, UPCAST)
+        dv = dot(to(b_pt_kept, b_do.dtype, UPCAST), b_do, dv, UPCAST)
         b_dst = b_pt * (b_dpt - b_delta[None, :])
-        dk = _dot(to(b_dst, b_q.dtype, UPCAST), b_q, dk, UPCAST)
+        dk = dot(to(b_dst, b_q.dtype, UPCAST), b_q, dk, UPCAST)
     return dk, dv
 
 
@@ -497,17 +368,17 @@ def key_gradient_kernel(
     j = tl.program_id(0) % tiles * N
     offset = seq_k - seq_q
     o_n = tl.arange(0, N)
-    k = _at_head(k, batch, kv_head, sk_b, sk_h, TMA)
-    v = _at_head(v, batch, kv_head, sv_b, sv_h, TMA)
-    b_k = _load(k, batch, kv_head, sk_t, j, seq_k, N, HEAD_DIM, D, True, TMA)
-    b_v = _load(v, batch, kv_head, sv_t, j, seq_k, N, HEAD_DIM, D, True, TMA)
+    k = at_head(k, batch, kv_head, sk_b, sk_h, TMA)
+    v = at_head(v, batch, kv_head, sv_b, sv_h, TMA)
+    b_k = load_rows(k, batch, kv_head, sk_t, j, seq_k, N, HEAD_DIM, D, True, TMA)
+    b_v = load_rows(v, batch, kv_head, sv_t, j, seq_k, N, HEAD_DIM, D, True, TMA)
 
     BANDED: tl.constexpr = WINDOW or DOCUMENTS
     last = tl.minimum(j + N, seq_k) - 1
     # fmt: off
-    start, full = _queries_of(j, documents, batch, offset, seq_q, seq_k, window, CAUSAL, WINDOW, DOCUMENTS)
-    full_start, stop = _queries_of(last, documents, batch, offset, seq_q, seq_k, window, CAUSAL, WINDOW, DOCUMENTS)
-    first, end = _queries_of(j + o_n, documents, batch, offset, seq_q, seq_k, window, CAUSAL, WINDOW, DOCUMENTS)
+    start, full = queries_of(j, documents, batch, offset, seq_q, seq_k, window, CAUSAL, WINDOW, DOCUMENTS)
+    full_start, stop = queries_of(last, documents, batch, offset, seq_q, seq_k, window, CAUSAL, WINDOW, DOCUMENTS)
+    first, end = queries_of(j + o_n, documents, batch, offset, seq_q, seq_k, window, CAUSAL, WINDOW, DOCUMENTS)
     # fmt: on
     start, full_start = tl.maximum(start, 0) // M * M, tl.cdiv(tl.maximum(full_start, 0), M) * M
     if BANDED:
@@ -517,10 +388,10 @@ def key_gradient_kernel(
     for g in range(groups):
         head = kv_head * groups + g
         bh = batch * heads + head
-        p_of_queries, p_of_keys = _numbers_of_head(numbers, bh, seq_q, seq_k, DROPOUT)
-        of_keys = _random(p_of_keys, j + o_n, seq_k, True, DROPOUT)
-        q_head = _at_head(q, batch, head, sq_b, sq_h, TMA)
-        do_head = _at_head(dout, batch, head, sdo_b, sdo_h, TMA)
+        p_of_queries, p_of_keys = numbers_of_head(numbers, bh, seq_q, seq_k, DROPOUT)
+        of_keys = random_numbers(p_of_keys, j + o_n, seq_k, True, DROPOUT)
+        q_head = at_head(q, batch, head, sq_b, sq_h, TMA)
+        do_head = at_head(dout, batch, head, sdo_b, sdo_h, TMA)
         p_lse = logsumexp + tl.cast(bh, tl.int64) * seq_q
         p_delta = delta + tl.cast(bh, tl.int64) * seq_q
         # fmt: off
@@ -542,10 +413,18 @@ def key_gradient_kernel(
                 M, HEAD_DIM, D, BANDED, DROPOUT, UPCAST, TMA, BOUNDED, True,
             )
         # fmt: on
-    _store(
-        _head(dk, batch, kv_head, sdk_b, sdk_h), sdk_t, j, seq_k, o_n, b_dk * (scale * keep_scale), HEAD_DIM, D, UPCAST
+    store_rows(
+        head_of(dk, batch, kv_head, sdk_b, sdk_h),
+        sdk_t,
+        j,
+        seq_k,
+        o_n,
+        b_dk * (scale * keep_scale),
+        HEAD_DIM,
+        D,
+        UPCAST,
     )
-    _store(_head(dv, batch, kv_head, sdk_b, sdk_h), sdk_t, j, seq_k, o_n, b_dv * keep_scale, HEAD_DIM, D, UPCAST)
+    store_rows(head_of(dv, batch, kv_head, sdk_b, sdk_h), sdk_t, j, seq_k, o_n, b_dv * keep_scale, HEAD_DIM, D, UPCAST)
 
 
 @triton.jit
@@ -584,10 +463,10 @@ def _query_gradient_tiles(
     o_n = tl.arange(0, N)
     for n in tl.range(start, stop, N):
         o_j = n + o_n
-        b_k = _load(k, batch, kv_head, s_k, n, seq_k, N, HEAD_DIM, D, MASKED, TMA)
-        b_v = _load(v, batch, kv_head, s_v, n, seq_k, N, HEAD_DIM, D, MASKED, TMA)
-        b_s = _dot(b_q, tl.trans(b_k), tl.zeros([M, N], tl.float32), UPCAST)
-        b_dp = _dot(b_do, tl.trans(b_v), tl.zeros([M, N], tl.float32), UPCAST)
+        b_k = load_rows(k, batch, kv_head, s_k, n, seq_k, N, HEAD_DIM, D, MASKED, TMA)
+        b_v = load_rows(v, batch, kv_head, s_v, n, seq_k, N, HEAD_DIM, D, MASKED, TMA)
+        b_s = dot(b_q, tl.trans(b_k), tl.zeros([M, N], tl.float32), UPCAST)
+        b_dp = dot(b_do, tl.trans(b_v), tl.zeros([M, N], tl.float32), UPCAST)
         b_p = tl.math.exp2(b_s * scale_log2 - (b_lse * LOG2_E)[:, None])
         if MASKED:
             visible = o_j[None, :] < end[:, None]
@@ -595,11 +474,11 @@ def _query_gradient_tiles(
                 visible = visible & (o_j[None, :] >= first[:, None])
             b_p = tl.where(visible, b_p, 0.0)
         if DROPOUT:
-            of_keys = _random(p_of_keys, o_j, seq_k, MASKED, DROPOUT)
+            of_keys = random_numbers(p_of_keys, o_j, seq_k, MASKED, DROPOUT)
             kept = of_queries[:, None] * of_keys[None, :] >= threshold.to(tl.uint32, bitcast=True)
             b_dp = tl.where(kept, b_dp, 0.0)
         b_ds = b_p * (b_dp - b_delta[:, None])
-        dq = _dot(to(b_ds, b_k.dtype, UPCAST), b_k, dq, UPCAST)
+        dq = dot(to(b_ds, b_k.dtype, UPCAST), b_k, dq, UPCAST)
     return dq
 
 
@@ -656,12 +535,12 @@ def query_gradient_kernel(
     offset = seq_k - seq_q
     o_m = tl.arange(0, M)
     kv_head = head // groups
-    k = _at_head(k, batch, kv_head, sk_b, sk_h, TMA)
-    v = _at_head(v, batch, kv_head, sv_b, sv_h, TMA)
-    q = _at_head(q, batch, head, sq_b, sq_h, TMA)
-    dout = _at_head(dout, batch, head, sdo_b, sdo_h, TMA)
-    b_q = _load(q, batch, head, sq_t, i, seq_q, M, HEAD_DIM, D, True, TMA)
-    b_do = _load(dout, batch, head, sdo_t, i, seq_q, M, HEAD_DIM, D, True, TMA)
+    k = at_head(k, batch, kv_head, sk_b, sk_h, TMA)
+    v = at_head(v, batch, kv_head, sv_b, sv_h, TMA)
+    q = at_head(q, batch, head, sq_b, sq_h, TMA)
+    dout = at_head(dout, batch, head, sdo_b, sdo_h, TMA)
+    b_q = load_rows(q, batch, head, sq_t, i, seq_q, M, HEAD_DIM, D, True, TMA)
+    b_do = load_rows(dout, batch, head, sdo_t, i, seq_q, M, HEAD_DIM, D, True, TMA)
     row = tl.cast(bh, tl.int64) * seq_q + i + o_m
     b_lse = tl.load(logsumexp + row, mask=i + o_m < seq_q, other=float("inf"))
     b_delta = tl.load(delta + row, mask=i + o_m < seq_q, other=0.0)
@@ -669,12 +548,12 @@ def query_gradient_kernel(
     BANDED: tl.constexpr = WINDOW or DOCUMENTS
     last = tl.minimum(i + M, seq_q) - 1
     # fmt: off
-    start, full = _keys_of(i, documents, batch, offset, seq_q, seq_k, window, CAUSAL, WINDOW, DOCUMENTS)
-    full_start, stop = _keys_of(last, documents, batch, offset, seq_q, seq_k, window, CAUSAL, WINDOW, DOCUMENTS)
-    first, end = _keys_of(i + o_m, documents, batch, offset, seq_q, seq_k, window, CAUSAL, WINDOW, DOCUMENTS)
+    start, full = keys_of(i, documents, batch, offset, seq_q, seq_k, window, CAUSAL, WINDOW, DOCUMENTS)
+    full_start, stop = keys_of(last, documents, batch, offset, seq_q, seq_k, window, CAUSAL, WINDOW, DOCUMENTS)
+    first, end = keys_of(i + o_m, documents, batch, offset, seq_q, seq_k, window, CAUSAL, WINDOW, DOCUMENTS)
     # fmt: on
-    p_of_queries, p_of_keys = _numbers_of_head(numbers, bh, seq_q, seq_k, DROPOUT)
-    of_queries = _random(p_of_queries, i + o_m, seq_q, True, DROPOUT)
+    p_of_queries, p_of_keys = numbers_of_head(numbers, bh, seq_q, seq_k, DROPOUT)
+    of_queries = random_numbers(p_of_queries, i + o_m, seq_q, True, DROPOUT)
     full, full_start = tl.maximum(full, 0) // N * N, tl.cdiv(tl.maximum(full_start, 0), N) * N
     b_dq = tl.zeros([M, D], tl.float32)
     # fmt: off
@@ -695,4 +574,6 @@ def query_gradient_kernel(
         N, HEAD_DIM, D, BANDED, DROPOUT, UPCAST, TMA, True,
     )
     # fmt: on
-    _store(_head(dq, batch, head, sdq_b, sdq_h), sdq_t, i, seq_q, o_m, b_dq * (scale * keep_scale), HEAD_DIM, D, UPCAST)
+    store_rows(
+        head_of(dq, batch, head, sdq_b, sdq_h), sdq_t, i, seq_q, o_m, b_dq * (scale * keep_scale), HEAD_DIM, D, UPCAST
+    )

@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels.flash2 import definition, dropout, flash2, flash2_packed, launch
-from kernels.flash2.options import Options, document_bounds
+from kernels import dropout
+from kernels.documents import document_bounds
+from kernels.flash2 import definition, flash2, flash2_packed, launch
+from kernels.flash2.options import Options
 from kernels.standard import standard_attention
 from tests.kernels.accuracy import Case, assert_as_accurate, draw, outcome
 
