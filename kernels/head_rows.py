@@ -3,8 +3,8 @@
 Tensors are (batch, length, heads, head_dim) with unit stride along head_dim. A row's byte offset may pass 2^31, so the
 start of a tile is computed in 64 bits and only offsets inside it in 32.
 
-D head size padded to a power of two. Names: p_ pointer to the first row of one head, s_ stride between rows, b_ tile, o_
-offsets.
+D head size padded to a power of two.
+Names: p_ pointer to the first row of one head, s_ stride between rows, b_ tile, o_ offsets.
 """
 
 import triton

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from kernels.dropout import keep_mask
+from kernels.flash2.blocks import BLOCK
 
-TILE = 128
+TILE = 128  # divides BLOCK
 NEG_INF = float("-inf")
 
 
@@ -33,8 +34,11 @@ def _tiles(length: int) -> list[range]:
 class _Visibility:
     """The keys [first, end) that each query sees; both (B or 1, T)."""
 
-    def __init__(self, q: Tensor, k: Tensor, documents: Tensor | None, causal: bool, window: int):
+    def __init__(
+        self, q: Tensor, k: Tensor, documents: Tensor | None, blocks: Tensor | None, causal: bool, window: int
+    ):
         seq_q, seq_k = q.shape[1], k.shape[1]
+        self.kept = None if blocks is None else [row[2 : 2 + row[1]] for row in blocks[0].tolist()]
         own = torch.arange(seq_q, device=q.device)[None] + seq_k - seq_q  # the key at a query's own place
         self.first, self.end = torch.zeros_like(own), torch.full_like(own, seq_k)
         if documents is not None:
@@ -46,6 +50,8 @@ class _Visibility:
 
     def overlap(self, rows: range, cols: range) -> bool:
         """Whether any query of a tile may see any key of it."""
+        if self.kept is not None and cols.start // BLOCK not in self.kept[rows.start // BLOCK]:
+            return False
         first, end = self.first[:, rows.start : rows.stop], self.end[:, rows.start : rows.stop]
         return cols.start < end.max() and cols.stop > first.min()
 
@@ -68,6 +74,7 @@ def forward(
     v: Tensor,
     numbers: Tensor | None,
     documents: Tensor | None,
+    blocks: Tensor | None,
     causal: bool,
     window: int,
     scale: float,
@@ -80,7 +87,7 @@ def forward(
     The rest is explained in Options.
     """
     (batch, seq_q, heads, _), seq_k = q.shape, k.shape[1]
-    visibility = _Visibility(q, k, documents, causal, window)
+    visibility = _Visibility(q, k, documents, blocks, causal, window)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     logsumexp = q.new_empty((batch, heads, seq_q), dtype=_accumulator(q.dtype))
     Q, K, V = (_heads_first(x, heads) for x in (q, k, v))
@@ -121,6 +128,7 @@ def backward(
     deterministic: bool,
     numbers: Tensor | None,
     documents: Tensor | None,
+    blocks: Tensor | None,
     causal: bool,
     window: int,
     scale: float,
@@ -132,7 +140,7 @@ def backward(
     What is computed here is always deterministic.
     """
     (batch, seq_q, heads, head_dim), (seq_k, kv_heads) = q.shape, k.shape[1:3]
-    visibility = _Visibility(q, k, documents, causal, window)
+    visibility = _Visibility(q, k, documents, blocks, causal, window)
     Q, K, V, O, dO = (_heads_first(x, heads) for x in (q, k, v, out, dout))
     Q = Q * scale  # so that S needs no scaling, nor dK; dQ does, at the end
     L = logsumexp.unsqueeze(-1)

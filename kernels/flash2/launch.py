@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.dropout import threshold
+from kernels.flash2.blocks import BLOCK
 from kernels.flash2.options import Options
 from kernels.flash2.tiles import (
     SpecialisedBackward,
@@ -40,14 +41,14 @@ Chosen = Tiles | SpecialisedForward | SpecialisedBackward
 def is_specialised(pass_: str, arch: str, head_dim: int, dtype: torch.dtype, seq_k: int, options: Options) -> bool:
     """Whether the warp-specialised kernels of hopper_forward or hopper_backward compute this pass.
 
-    They do on sm_90 under Triton 3.6 or later, for 16-bit inputs without window or documents that TMA can read
+    They do on sm_90 under Triton 3.6 or later, for 16-bit inputs without window, documents or blocks that TMA can read
     (uses_tma), where they were measured to be the faster ones: at the head sizes, masks and lengths that tiles.json has
     settings for. All else is for the plain kernels, and so is the dQ of a backward pass that has to be deterministic:
     the specialised kernel adds it up in the order in which its programs happen to run.
     """
     if arch != "sm_90" or triton_version() < (3, 6) or dtype.itemsize != 2:
         return False
-    if options.window or options.documents is not None:
+    if options.window or options.documents is not None or options.blocks is not None:
         return False
     kind = options.causal, length_bucket(seq_k), options.dropout_p > 0
     return specialised_for(pass_, head_dim, *kind) is not None
@@ -67,7 +68,7 @@ def explain(
     tiles = tiles_for(arch, head_dim, dtype, causal, length_bucket(seq_len), dropout_p > 0)
     loads = "TMA" if arch == "sm_90" and dtype != torch.float32 else "pointers"
     parts = {name: f"{t.m}x{t.n} in {t.warps} warps and {t.stages} stages" for name, t in tiles._asdict().items()}
-    asked = arch, head_dim, dtype, seq_len, Options(None, documents or None, causal, dropout_p=dropout_p)
+    asked = arch, head_dim, dtype, seq_len, Options(None, documents or None, causal=causal, dropout_p=dropout_p)
     kind = head_dim, causal, length_bucket(seq_len), dropout_p > 0
     forward = f"forward by plain Triton, {loads}, {parts['forward']}"
     backward = f"backward by plain Triton, {loads}, {parts['key_gradient']}, {parts['query_gradient']}"
@@ -115,8 +116,8 @@ def _read(x: Tensor, rows: int, tma: bool):
 
 
 def _constants(tile: Tile, head_dim: int, options: Options, interpreted: bool, tma: bool) -> tuple:
-    """M, N, HEAD_DIM, D, CAUSAL, WINDOW, DOCUMENTS, DROPOUT, UPCAST, TMA: what the three kernels are compiled for."""
-    masks = options.causal, options.window > 0, options.documents is not None
+    """M, N, HEAD_DIM, D, CAUSAL, WINDOW, DOCUMENTS, BLOCKS, DROPOUT, UPCAST, TMA: what the kernels are compiled for."""
+    masks = options.causal, options.window > 0, options.documents is not None, options.blocks is not None
     return tile.m, tile.n, head_dim, padded_head_dim(head_dim), *masks, options.dropout_p > 0, interpreted, tma
 
 
@@ -135,7 +136,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *options, tiles: Chosen | None = No
     options = Options(*options)
     key = q.dtype, q.device
     shapes = q.shape, k.shape, q.stride(), k.stride(), v.stride()
-    rest = are_aligned(q, k, v), options.documents is not None, options[2:], tiles
+    given = options.documents is not None, options.blocks is not None
+    rest = are_aligned(q, k, v), *given, options[3:], tiles
     config, tma, programs, numbers, constants = _plan_forward(*key, *shapes, *rest)
     if isinstance(config, SpecialisedForward):
         from kernels.flash2 import hopper_forward  # Gluon is there by the rule
@@ -145,7 +147,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *options, tiles: Chosen | None = No
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     logsumexp = torch.empty((batch, heads, seq_q), dtype=torch.float32, device=q.device)
     reads = _read(q, config.m, tma), _read(k, config.n, tma), _read(v, config.n, tma)
-    tensors = *reads, out, logsumexp, options.numbers, options.documents
+    tensors = *reads, out, logsumexp, *options[:3]
     launched = {"num_warps": config.warps, "num_stages": config.stages}
     with torch.cuda.device_of(q):
         launch(forward_kernel, key, programs, tensors, numbers, constants, **launched)
@@ -163,6 +165,7 @@ def _plan_forward(
     v_stride: tuple,
     aligned: bool,
     documents: bool,
+    blocks: bool,
     options: tuple,
     chosen: Chosen | None,
 ) -> tuple[Tile | SpecialisedForward, bool, int, tuple, tuple]:
@@ -171,7 +174,7 @@ def _plan_forward(
     Kept per kind of inputs, since working it out takes the host as long as launching.
     """
     (batch, seq_q, heads, head_dim), seq_k = q_shape, k_shape[1]
-    options = Options(None, documents or None, *options)
+    options = Options(None, documents or None, blocks or None, *options)
     in_strides = q_stride[:3] + k_stride[:3] + v_stride[:3]
     tma = aligned and fits_tma(device, dtype, in_strides)
     config = _choose("forward", chosen, device, dtype, head_dim, seq_k, options, tma)
@@ -230,7 +233,7 @@ def _plain_backward_into(
 
     def run(kernel, tile: Tile, programs: int, outputs: tuple, *extra_constants) -> None:
         reads = _read(q, tile.m, tma), _read(k, tile.n, tma), _read(v, tile.n, tma), _read(dout, tile.m, tma)
-        tensors = *reads, logsumexp, delta, *outputs, options.numbers, options.documents
+        tensors = *reads, logsumexp, delta, *outputs, *options[:3]
         numbers = *read_strides, *strides(outputs[0]), *sizes
         constants = *_constants(tile, head_dim, options, not q.is_cuda, tma), *extra_constants
         launch(kernel, key, programs, tensors, numbers, constants, num_warps=tile.warps, num_stages=tile.stages)
@@ -244,7 +247,8 @@ def _plain_backward_into(
             launch(delta_kernel, key, programs, (out, dout, dlogsumexp, delta), numbers, constants, num_warps=4)
             tile = tiles.key_gradient
             programs = batch * kv_heads * -(-seq_k // tile.n)
-            run(key_gradient_kernel, tile, programs, (dk, dv), seq_q % tile.m != 0)
+            ends_inside = seq_q % (tile.m if options.blocks is None else BLOCK) != 0
+            run(key_gradient_kernel, tile, programs, (dk, dv), ends_inside)
         tile = tiles.query_gradient
         programs = batch * heads * -(-seq_q // tile.m)
         run(query_gradient_kernel, tile, programs, (dq,))

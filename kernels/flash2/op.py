@@ -14,11 +14,12 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from kernels import dropout
 from kernels.documents import document_bounds
 from kernels.flash2 import definition
+from kernels.flash2.blocks import BLOCK
 from kernels.flash2.options import Options
 
 _library = torch.library.Library("flash2", "DEF")
 DTYPES = torch.bfloat16, torch.float16, torch.float32
-_OPTIONS = "Tensor? numbers, Tensor? documents, bool causal, int window, float scale, float dropout_p"
+_OPTIONS = "Tensor? numbers, Tensor? documents, Tensor? blocks, bool causal, int window, float scale, float dropout_p"
 _SAVED = f"Tensor out, Tensor logsumexp, Tensor? dlogsumexp, bool deterministic, {_OPTIONS}"
 _library.define(f"forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)")
 _library.define(f"backward(Tensor dout, Tensor q, Tensor k, Tensor v, {_SAVED}) -> (Tensor, Tensor, Tensor)")
@@ -78,8 +79,8 @@ class _Flash2(torch.autograd.Function):
     def forward(ctx, return_lse, deterministic, options, *inputs):
         q, k, v = inputs if len(inputs) == 3 else inputs[0].unbind(2)
         out, logsumexp = _forward(q, k, v, *options)
-        ctx.save_for_backward(options.numbers, options.documents, *inputs, out, logsumexp)
-        ctx.deterministic, ctx.rest = deterministic, options[2:]
+        ctx.save_for_backward(*options[:3], *inputs, out, logsumexp)
+        ctx.deterministic, ctx.rest = deterministic, options[3:]
         return (out, logsumexp) if return_lse else out
 
     @staticmethod
@@ -87,8 +88,8 @@ class _Flash2(torch.autograd.Function):
     def backward(ctx, dout, dlogsumexp=None):
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
         dlogsumexp = None if dlogsumexp is None else dlogsumexp.contiguous()
-        numbers, documents, *saved = ctx.saved_tensors
-        rest = dlogsumexp, ctx.deterministic, numbers, documents, *ctx.rest
+        numbers, documents, blocks, *saved = ctx.saved_tensors
+        rest = dlogsumexp, ctx.deterministic, numbers, documents, blocks, *ctx.rest
         if len(saved) == 5:
             return None, None, None, *torch.ops.flash2.backward(dout, *saved, *rest)
         return None, None, None, torch.ops.flash2.backward_packed(dout, *saved, *rest)
@@ -105,6 +106,7 @@ def flash2(
     numbers: Tensor | None = None,
     window: int | None = None,
     cu_seqlens: Tensor | None = None,
+    blocks: Tensor | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -125,6 +127,8 @@ def flash2(
         cu_seqlens: cumulative lengths (n + 1,) int32 of n documents that fill the batch's sequences laid end to end,
             rising from 0 to batch * seq; each attends to itself alone. Its values stay on the device and are not
             checked.
+        blocks: compute only these blocks of 128 queries by 128 keys, as kernels.flash2.blocks.listed gives them for as
+            many queries as keys; not with a window. A query may be left without a key.
         return_lse: also return the natural logsumexp of the scaled scores, (batch, heads, seq_q) in fp32, -inf where a
             query has no key. It has a gradient.
         deterministic: the same bits at every run of the backward pass, at some cost in speed; by default as
@@ -133,7 +137,7 @@ def flash2(
     Raises:
         ValueError: shapes, dtypes, devices or options outside the above.
     """
-    options = _prepare(q, k, v, causal, scale, dropout_p, numbers, window, cu_seqlens)
+    options = _prepare(q, k, v, causal, scale, dropout_p, numbers, window, cu_seqlens, blocks)
     if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     return _Flash2.apply(return_lse, _is_deterministic(deterministic), options, q, k, v)
@@ -148,6 +152,7 @@ def flash2_packed(
     numbers: Tensor | None = None,
     window: int | None = None,
     cu_seqlens: Tensor | None = None,
+    blocks: Tensor | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -158,7 +163,7 @@ def flash2_packed(
     """
     if qkv.ndim != 5 or qkv.shape[2] != 3:
         raise ValueError(f"flash2_packed takes qkv (batch, seq, 3, heads, head_dim), not {tuple(qkv.shape)}")
-    options = _prepare(*qkv.unbind(2), causal, scale, dropout_p, numbers, window, cu_seqlens)
+    options = _prepare(*qkv.unbind(2), causal, scale, dropout_p, numbers, window, cu_seqlens, blocks)
     qkv = qkv if qkv.stride(-1) == 1 else qkv.contiguous()
     return _Flash2.apply(return_lse, _is_deterministic(deterministic), options, qkv)
 
@@ -177,12 +182,14 @@ def _prepare(
     numbers: Tensor | None,
     window: int | None,
     cu_seqlens: Tensor | None,
+    blocks: Tensor | None,
 ) -> Options:
     """The operators' options, once everything is found in order."""
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     dropout_p = float(dropout_p)
     _check(q, k, v, scale, dropout_p)
     _check_mask(q, k, causal, window, cu_seqlens)
+    _check_blocks(q, k, window, blocks)
     shape = q.shape[0], q.shape[2], q.shape[1] + k.shape[1]
     if numbers is not None and not (
         numbers.shape == shape and numbers.dtype == torch.int32 and numbers.is_contiguous()
@@ -191,7 +198,7 @@ def _prepare(
     if dropout_p and numbers is None:
         numbers = dropout.draw(q.shape[0], q.shape[2], q.shape[1], k.shape[1], q.device)
     documents = None if cu_seqlens is None else document_bounds(cu_seqlens, *q.shape[:2])
-    return Options(numbers, documents, causal, window or 0, scale, dropout_p)
+    return Options(numbers, documents, blocks, causal, window or 0, scale, dropout_p)
 
 
 def _check_mask(q: Tensor, k: Tensor, causal: bool, window: int | None, cu_seqlens: Tensor | None) -> None:
@@ -208,6 +215,20 @@ def _check_mask(q: Tensor, k: Tensor, causal: bool, window: int | None, cu_seqle
         )
     if cu_seqlens.device != q.device:
         raise ValueError(f"cu_seqlens is on {cu_seqlens.device}, and q on {q.device}; they must share a device")
+
+
+def _check_blocks(q: Tensor, k: Tensor, window: int | None, blocks: Tensor | None) -> None:
+    if blocks is None:
+        return
+    if q.shape[1] != k.shape[1] or window is not None:
+        raise ValueError("blocks are for as many queries as keys and go with no window; use attention=flash2 without")
+    n = -(-q.shape[1] // BLOCK)
+    if blocks.shape != (2, n, 2 + n) or blocks.dtype != torch.int32 or not blocks.is_contiguous():
+        raise ValueError(
+            f"blocks for {q.shape[1]} tokens are {(2, n, 2 + n)} int32, contiguous, not {tuple(blocks.shape)}"
+        )
+    if blocks.device != q.device:
+        raise ValueError(f"blocks are on {blocks.device}, and q on {q.device}; they must share a device")
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, scale: float, dropout_p: float) -> None:

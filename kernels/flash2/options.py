@@ -12,6 +12,8 @@ class Options(NamedTuple):
     """(B, H, T + S) int32: the randomness of dropout, as dropout.draw draws it; None without dropout."""
     documents: Tensor | None = None
     """(B, 2, T) int32: where the document of each token starts and ends in its sequence; None where all is one."""
+    blocks: Tensor | None = None
+    """(2, n, 2 + n) int32: the blocks of queries and keys to compute, as blocks.listed gives them; None for all."""
     causal: bool = False
     """Query i sees the keys up to i + seq_k - seq_q."""
     window: int = 0

@@ -12,6 +12,7 @@ M rows of a query tile, N rows of a key tile; other names are those of kernels/h
 import triton
 import triton.language as tl
 
+from kernels.flash2 import blocks
 from kernels.head_rows import (
     LOG2_E,
     at_head,
@@ -26,6 +27,7 @@ from kernels.head_rows import (
 )
 from kernels.rounding import to
 
+BLOCK: tl.constexpr = tl.constexpr(blocks.BLOCK)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 LN_2_REST: tl.constexpr = tl.constexpr(7.348693098485626e-09)
 """1 / LOG2_E - LN_2, with both as fp32 holds them: their product is not quite 1."""
@@ -38,6 +40,29 @@ def natural_logsumexp(m, l):
     """
     rest = tl.maximum(m, -1e30) * LN_2_REST
     return tl.math.fma(m, LN_2, tl.math.fma(tl.math.log2(l), LN_2, rest))
+
+
+@triton.jit
+def _kept_blocks(blocks, side, start, seq_len, BLOCKS: tl.constexpr):
+    """Of the block of queries (side 0) or keys (side 1) that `start` is in: a pointer to the list of blocks it is
+    paired with, how many rows the list's first part has, and how many all of it; see blocks.py. Nothing of use without
+    BLOCKS."""
+    if BLOCKS:
+        n = tl.cdiv(seq_len, BLOCK)
+        p_list = blocks + (side * n + start // BLOCK) * (n + 2)
+        return p_list + 2, tl.load(p_list) * BLOCK, tl.load(p_list + 1) * BLOCK
+    else:
+        return start, start, start
+
+
+@triton.jit
+def _row_at(p_list, at, BLOCKS: tl.constexpr):
+    """The row that a loop has come to: `at` itself, or where that lies when only listed blocks are walked through."""
+    if BLOCKS:
+        at = tl.cast(at, tl.int32)  # the interpreter counts in Python's integers
+        return tl.load(p_list + at // BLOCK) * BLOCK + at % BLOCK
+    else:
+        return at
 
 
 @triton.jit
@@ -54,6 +79,7 @@ def _forward_tiles(
     s_v,
     start,
     stop,
+    p_list,
     first,
     end,
     seq_k,
@@ -65,6 +91,7 @@ def _forward_tiles(
     HEAD_DIM: tl.constexpr,
     D: tl.constexpr,
     BANDED: tl.constexpr,
+    BLOCKS: tl.constexpr,
     DROPOUT: tl.constexpr,
     UPCAST: tl.constexpr,
     TMA: tl.constexpr,
@@ -76,7 +103,8 @@ def _forward_tiles(
     """
     M: tl.constexpr = b_q.shape[0]
     o_n = tl.arange(0, N)
-    for n in tl.range(start, stop, N):
+    for at in tl.range(start, stop, N):
+        n = _row_at(p_list, at, BLOCKS)
         o_j = n + o_n
         b_k = load_rows(k, batch, kv_head, s_k, n, seq_k, N, HEAD_DIM, D, MASKED, TMA)
         b_s = dot(b_q, tl.trans(b_k), tl.zeros([M, N], tl.float32), UPCAST)
@@ -111,6 +139,7 @@ def forward_kernel(
     logsumexp,
     numbers,
     documents,
+    blocks,
     sq_b,
     sq_t,
     sq_h,
@@ -138,6 +167,7 @@ def forward_kernel(
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     DOCUMENTS: tl.constexpr,
+    BLOCKS: tl.constexpr,
     DROPOUT: tl.constexpr,
     UPCAST: tl.constexpr,
     TMA: tl.constexpr,
@@ -168,6 +198,9 @@ def forward_kernel(
     full_start, stop = keys_of(last, documents, batch, offset, seq_q, seq_k, window, CAUSAL, WINDOW, DOCUMENTS)
     first, end = keys_of(i + o_m, documents, batch, offset, seq_q, seq_k, window, CAUSAL, WINDOW, DOCUMENTS)
     # fmt: on
+    p_list, whole, kept = _kept_blocks(blocks, 0, i, seq_q, BLOCKS)
+    if BLOCKS:
+        start, full_start, full, stop = 0, 0, whole, kept
     p_of_queries, p_of_keys = numbers_of_head(numbers, bh, seq_q, seq_k, DROPOUT)
     of_queries = random_numbers(p_of_queries, i + o_m, seq_q, True, DROPOUT)
     full, full_start = tl.maximum(full, 0) // N * N, tl.cdiv(tl.maximum(full_start, 0), N) * N
@@ -178,18 +211,19 @@ def forward_kernel(
     if BANDED:
         acc, m, l = _forward_tiles(
             acc, m, l, b_q, k, v, batch, kv_head, sk_t, sv_t,
-            tl.maximum(start, 0) // N * N, tl.minimum(full_start, stop), first, end, seq_k,
-            scale * LOG2_E, of_queries, p_of_keys, threshold, N, HEAD_DIM, D, BANDED, DROPOUT, UPCAST, TMA, True,
+            tl.maximum(start, 0) // N * N, tl.minimum(full_start, stop), p_list, first, end, seq_k,
+            scale * LOG2_E, of_queries, p_of_keys, threshold,
+            N, HEAD_DIM, D, BANDED, BLOCKS, DROPOUT, UPCAST, TMA, True,
         )
     acc, m, l = _forward_tiles(
-        acc, m, l, b_q, k, v, batch, kv_head, sk_t, sv_t, full_start, full,
+        acc, m, l, b_q, k, v, batch, kv_head, sk_t, sv_t, full_start, full, p_list,
         first, end, seq_k, scale * LOG2_E, of_queries, p_of_keys, threshold,
-        N, HEAD_DIM, D, BANDED, DROPOUT, UPCAST, TMA, False,
+        N, HEAD_DIM, D, BANDED, BLOCKS, DROPOUT, UPCAST, TMA, False,
     )
     acc, m, l = _forward_tiles(
-        acc, m, l, b_q, k, v, batch, kv_head, sk_t, sv_t, tl.maximum(full, full_start), stop,
+        acc, m, l, b_q, k, v, batch, kv_head, sk_t, sv_t, tl.maximum(full, full_start), stop, p_list,
         first, end, seq_k, scale * LOG2_E, of_queries, p_of_keys, threshold,
-        N, HEAD_DIM, D, BANDED, DROPOUT, UPCAST, TMA, True,
+        N, HEAD_DIM, D, BANDED, BLOCKS, DROPOUT, UPCAST, TMA, True,
     )
     # fmt: on
     b_out = acc * (keep_scale / tl.where(l == 0.0, 1.0, l))[:, None]
@@ -254,6 +288,7 @@ def _key_gradient_tiles(
     s_do,
     start,
     stop,
+    p_list,
     first,
     end,
     seq_q,
@@ -265,6 +300,7 @@ def _key_gradient_tiles(
     HEAD_DIM: tl.constexpr,
     D: tl.constexpr,
     BANDED: tl.constexpr,
+    BLOCKS: tl.constexpr,
     DROPOUT: tl.constexpr,
     UPCAST: tl.constexpr,
     TMA: tl.constexpr,
@@ -279,7 +315,8 @@ def _key_gradient_tiles(
     """
     N: tl.constexpr = b_k.shape[0]
     o_m = tl.arange(0, M)
-    for m in tl.range(start, stop, M):
+    for at in tl.range(start, stop, M):
+        m = _row_at(p_list, at, BLOCKS)
         o_i = m + o_m
         b_q = load_rows(q, batch, head, s_q, m, seq_q, M, HEAD_DIM, D, BOUNDED, TMA)
         b_do = load_rows(dout, batch, head, s_do, m, seq_q, M, HEAD_DIM, D, BOUNDED, TMA)
@@ -321,6 +358,7 @@ def key_gradient_kernel(
     dv,
     numbers,
     documents,
+    blocks,
     sq_b,
     sq_t,
     sq_h,
@@ -351,6 +389,7 @@ def key_gradient_kernel(
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     DOCUMENTS: tl.constexpr,
+    BLOCKS: tl.constexpr,
     DROPOUT: tl.constexpr,
     UPCAST: tl.constexpr,
     TMA: tl.constexpr,
@@ -380,6 +419,9 @@ def key_gradient_kernel(
     full_start, stop = queries_of(last, documents, batch, offset, seq_q, seq_k, window, CAUSAL, WINDOW, DOCUMENTS)
     first, end = queries_of(j + o_n, documents, batch, offset, seq_q, seq_k, window, CAUSAL, WINDOW, DOCUMENTS)
     # fmt: on
+    p_list, partial, kept = _kept_blocks(blocks, 1, j, seq_k, BLOCKS)
+    if BLOCKS:
+        start, full_start, full, stop = 0, partial, kept, kept
     start, full_start = tl.maximum(start, 0) // M * M, tl.cdiv(tl.maximum(full_start, 0), M) * M
     if BANDED:
         full = tl.maximum(full, 0) // M * M  # elsewhere every tile from full_start on is seen whole
@@ -398,19 +440,19 @@ def key_gradient_kernel(
         if CAUSAL or DOCUMENTS:
             b_dk, b_dv = _key_gradient_tiles(
                 b_dk, b_dv, b_k, b_v, q_head, do_head, p_lse, p_delta, batch, head, sq_t, sdo_t,
-                start, tl.minimum(full_start, stop), first, end, seq_q, scale * LOG2_E, of_keys, p_of_queries,
-                threshold, M, HEAD_DIM, D, BANDED, DROPOUT, UPCAST, TMA, BOUNDED, True,
+                start, tl.minimum(full_start, stop), p_list, first, end, seq_q, scale * LOG2_E, of_keys, p_of_queries,
+                threshold, M, HEAD_DIM, D, BANDED, BLOCKS, DROPOUT, UPCAST, TMA, BOUNDED, True,
             )
         b_dk, b_dv = _key_gradient_tiles(
             b_dk, b_dv, b_k, b_v, q_head, do_head, p_lse, p_delta, batch, head, sq_t, sdo_t,
-            full_start, full, first, end, seq_q, scale * LOG2_E, of_keys, p_of_queries, threshold,
-            M, HEAD_DIM, D, BANDED, DROPOUT, UPCAST, TMA, BOUNDED, False,
+            full_start, full, p_list, first, end, seq_q, scale * LOG2_E, of_keys, p_of_queries, threshold,
+            M, HEAD_DIM, D, BANDED, BLOCKS, DROPOUT, UPCAST, TMA, BOUNDED, False,
         )
         if BANDED:
             b_dk, b_dv = _key_gradient_tiles(
                 b_dk, b_dv, b_k, b_v, q_head, do_head, p_lse, p_delta, batch, head, sq_t, sdo_t,
-                tl.maximum(full, full_start), stop, first, end, seq_q, scale * LOG2_E, of_keys, p_of_queries, threshold,
-                M, HEAD_DIM, D, BANDED, DROPOUT, UPCAST, TMA, BOUNDED, True,
+                tl.maximum(full, full_start), stop, p_list, first, end, seq_q, scale * LOG2_E, of_keys, p_of_queries,
+                threshold, M, HEAD_DIM, D, BANDED, BLOCKS, DROPOUT, UPCAST, TMA, BOUNDED, True,
             )
         # fmt: on
     store_rows(
@@ -442,6 +484,7 @@ def _query_gradient_tiles(
     s_v,
     start,
     stop,
+    p_list,
     first,
     end,
     seq_k,
@@ -453,6 +496,7 @@ def _query_gradient_tiles(
     HEAD_DIM: tl.constexpr,
     D: tl.constexpr,
     BANDED: tl.constexpr,
+    BLOCKS: tl.constexpr,
     DROPOUT: tl.constexpr,
     UPCAST: tl.constexpr,
     TMA: tl.constexpr,
@@ -461,7 +505,8 @@ def _query_gradient_tiles(
     """Lines 11 to 15 of Algorithm 2 for dQ alone, over the keys [start, stop), masked as in the forward kernel."""
     M: tl.constexpr = b_q.shape[0]
     o_n = tl.arange(0, N)
-    for n in tl.range(start, stop, N):
+    for at in tl.range(start, stop, N):
+        n = _row_at(p_list, at, BLOCKS)
         o_j = n + o_n
         b_k = load_rows(k, batch, kv_head, s_k, n, seq_k, N, HEAD_DIM, D, MASKED, TMA)
         b_v = load_rows(v, batch, kv_head, s_v, n, seq_k, N, HEAD_DIM, D, MASKED, TMA)
@@ -493,6 +538,7 @@ def query_gradient_kernel(
     dq,
     numbers,
     documents,
+    blocks,
     sq_b,
     sq_t,
     sq_h,
@@ -523,6 +569,7 @@ def query_gradient_kernel(
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     DOCUMENTS: tl.constexpr,
+    BLOCKS: tl.constexpr,
     DROPOUT: tl.constexpr,
     UPCAST: tl.constexpr,
     TMA: tl.constexpr,
@@ -552,6 +599,9 @@ def query_gradient_kernel(
     full_start, stop = keys_of(last, documents, batch, offset, seq_q, seq_k, window, CAUSAL, WINDOW, DOCUMENTS)
     first, end = keys_of(i + o_m, documents, batch, offset, seq_q, seq_k, window, CAUSAL, WINDOW, DOCUMENTS)
     # fmt: on
+    p_list, whole, kept = _kept_blocks(blocks, 0, i, seq_q, BLOCKS)
+    if BLOCKS:
+        start, full_start, full, stop = 0, 0, whole, kept
     p_of_queries, p_of_keys = numbers_of_head(numbers, bh, seq_q, seq_k, DROPOUT)
     of_queries = random_numbers(p_of_queries, i + o_m, seq_q, True, DROPOUT)
     full, full_start = tl.maximum(full, 0) // N * N, tl.cdiv(tl.maximum(full_start, 0), N) * N
@@ -560,18 +610,18 @@ def query_gradient_kernel(
     if BANDED:
         b_dq = _query_gradient_tiles(
             b_dq, b_q, b_do, b_lse, b_delta, k, v, batch, kv_head, sk_t, sv_t, tl.maximum(start, 0) // N * N,
-            tl.minimum(full_start, stop), first, end, seq_k, scale * LOG2_E, of_queries, p_of_keys, threshold,
-            N, HEAD_DIM, D, BANDED, DROPOUT, UPCAST, TMA, True,
+            tl.minimum(full_start, stop), p_list, first, end, seq_k, scale * LOG2_E, of_queries, p_of_keys, threshold,
+            N, HEAD_DIM, D, BANDED, BLOCKS, DROPOUT, UPCAST, TMA, True,
         )
     b_dq = _query_gradient_tiles(
-        b_dq, b_q, b_do, b_lse, b_delta, k, v, batch, kv_head, sk_t, sv_t, full_start, full,
+        b_dq, b_q, b_do, b_lse, b_delta, k, v, batch, kv_head, sk_t, sv_t, full_start, full, p_list,
         first, end, seq_k, scale * LOG2_E, of_queries, p_of_keys, threshold,
-        N, HEAD_DIM, D, BANDED, DROPOUT, UPCAST, TMA, False,
+        N, HEAD_DIM, D, BANDED, BLOCKS, DROPOUT, UPCAST, TMA, False,
     )
     b_dq = _query_gradient_tiles(
-        b_dq, b_q, b_do, b_lse, b_delta, k, v, batch, kv_head, sk_t, sv_t, tl.maximum(full, full_start), stop,
+        b_dq, b_q, b_do, b_lse, b_delta, k, v, batch, kv_head, sk_t, sv_t, tl.maximum(full, full_start), stop, p_list,
         first, end, seq_k, scale * LOG2_E, of_queries, p_of_keys, threshold,
-        N, HEAD_DIM, D, BANDED, DROPOUT, UPCAST, TMA, True,
+        N, HEAD_DIM, D, BANDED, BLOCKS, DROPOUT, UPCAST, TMA, True,
     )
     # fmt: on
     store_rows(

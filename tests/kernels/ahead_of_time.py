@@ -45,7 +45,7 @@ SHAPES = {
     "gfx942": [*COMMON, LARGE, FP32],
 }
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-POINTER_TYPES = {"logsumexp": "*fp32", "delta": "*fp32", "numbers": "*i32", "documents": "*i32"}
+POINTER_TYPES = {"logsumexp": "*fp32", "delta": "*fp32", "numbers": "*i32", "documents": "*i32", "blocks": "*i32"}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -89,7 +89,7 @@ def variants(target: str, head_dim: int, dtype: str, causal: bool, dropout: bool
         kernel = getattr(triton_kernels, f"{name}_kernel")
         options = Options(causal=causal, dropout_p=0.1 if dropout else 0.0)
         values = launch._constants(tile, head_dim, options, interpreted=False, tma=tma)
-        names = ("M", "N", "HEAD_DIM", "D", "CAUSAL", "WINDOW", "DOCUMENTS", "DROPOUT", "UPCAST", "TMA")
+        names = ("M", "N", "HEAD_DIM", "D", "CAUSAL", "WINDOW", "DOCUMENTS", "BLOCKS", "DROPOUT", "UPCAST", "TMA")
         bounded = {"BOUNDED": False} if name == "key_gradient" else {}
         yield name, kernel, {**dict(zip(names, values, strict=True)), **bounded}, tile
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import dropout
 from kernels.documents import document_bounds
-from kernels.flash2 import definition, flash2, flash2_packed, launch
+from kernels.flash2 import blocks, definition, flash2, flash2_packed, launch
 from kernels.flash2.options import Options
 from kernels.standard import standard_attention
 from tests.kernels.accuracy import Case, assert_as_accurate, draw, outcome
@@ -166,11 +166,43 @@ def test_windows_documents_and_the_gradient_of_the_logsumexp(implementation, mas
     documents = None
     if cuts:
         documents = document_bounds(torch.tensor(cuts, dtype=torch.int32, device=KERNEL_DEVICE), case.batch, case.seq_q)
-    options = Options(None, documents, case.causal, window or 0, case.head_dim**-0.5)
+    options = Options(None, documents, None, case.causal, window or 0, case.head_dim**-0.5)
     dlogsumexp = torch.randn(case.batch, case.heads, case.seq_q, device=KERNEL_DEVICE)
     out, logsumexp = implementation.forward(*inputs[:3], *options)
     grads = implementation.backward(inputs[3], *inputs[:3], out, logsumexp, dlogsumexp, True, *options)
     expected = written_out(case, inputs, visible_keys(case, window, cuts).to(KERNEL_DEVICE), dlogsumexp)
+    for got, want in zip((out, logsumexp, *grads), expected, strict=True):
+        torch.testing.assert_close(got, want.float(), atol=2e-5, rtol=2e-4)
+
+
+def kept_pairs(pattern: torch.Tensor, length: int) -> torch.Tensor:
+    """(length, length): whether the block of 128 by 128 that a query and a key are in is kept."""
+    block = torch.arange(length) // 128
+    return pattern[block[:, None], block]
+
+
+@pytest.mark.parametrize("implementation", [definition, launch], ids=["definition", "kernels"])
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(
+    length=st.integers(100, 290),
+    kept=st.integers(0, 2**16 - 1),
+    causal=st.booleans(),
+    document=st.none() | st.integers(0, 290),
+)
+def test_blocks_left_out_are_not_seen(implementation, length, kept, causal, document):
+    """Any pattern, rows and columns without a block among them, with documents too, against autograd in fp64."""
+    case = Case(1, length, length, heads=2, kv_heads=1, head_dim=16, causal=causal)
+    n = -(-length // 128)
+    pattern = torch.tensor([bool(kept >> bit & 1) for bit in range(n * n)]).view(n, n)
+    inputs, cuts = draw(case, KERNEL_DEVICE), [] if document is None else [0, min(document, length), length]
+    kept_blocks = blocks.listed(pattern, causal, bool(cuts), length % 128 != 0).to(KERNEL_DEVICE)
+    documents = document_bounds(torch.tensor(cuts, device=KERNEL_DEVICE), 1, length) if cuts else None
+    options = Options(None, documents, kept_blocks, causal, 0, 0.25)
+    dlogsumexp = torch.randn(1, 2, length, device=KERNEL_DEVICE)
+    out, logsumexp = implementation.forward(*inputs[:3], *options)
+    grads = implementation.backward(inputs[3], *inputs[:3], out, logsumexp, dlogsumexp, True, *options)
+    visible = visible_keys(case, None, cuts) & kept_pairs(pattern, length)
+    expected = written_out(case, inputs, visible.to(KERNEL_DEVICE), dlogsumexp)
     for got, want in zip((out, logsumexp, *grads), expected, strict=True):
         torch.testing.assert_close(got, want.float(), atol=2e-5, rtol=2e-4)
 
