@@ -18,9 +18,8 @@ def sample(config: SampleConfig) -> None:
     model, tokenizer_name = load_model(config.checkpoint, config.attention)
     tokenizer = get_tokenizer(tokenizer_name)
     shape = model.config
-    check_attention(
-        config.attention, head_dim=shape.head_dim, dtype=compute.dtype, dropout_p=0.0, device=compute.device
-    )
+    kind = {"head_dim": shape.head_dim, "dtype": compute.dtype, "dropout_p": 0.0}
+    check_attention(config.attention, device=compute.device, context_length=shape.context_length, **kind)
     prompt = tokenizer.encode(config.prompt) or [tokenizer.eot]
     if max(prompt) >= shape.vocab_size:
         raise UserError(

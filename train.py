@@ -193,9 +193,9 @@ def evaluate_only(config: Config) -> None:
             f"{tokens.tokenizer} tokens; prepare the data with data.tokenizer={tokenizer}"
         )
     documents = config.data.document_mask
-    kind = {"head_dim": shape.head_dim, "dtype": compute.dtype, "dropout_p": 0.0, "documents": documents}
-    check_attention(config.attention, device=compute.device, **kind)
     context, stride = config.evaluation.sizes(shape.context_length)
+    kind = {"head_dim": shape.head_dim, "dtype": compute.dtype, "dropout_p": 0.0, "documents": documents}
+    check_attention(config.attention, device=compute.device, context_length=context, **kind)
     sizes = {"context": context, "stride": stride, "batch": config.train.batch_size}
     options = {"compute": compute, "document_mask": config.data.document_mask}
     result = score(model.to(compute.device), tokens.val, get_tokenizer(tokenizer), **sizes, **options)
@@ -280,7 +280,7 @@ def build_model(config: Config, compute: Compute, tokens: TokenSet, resumed: Sta
         check_resumable(resumed, shape, tokens.tokenizer, config.checkpoint.resume)
     documents = config.data.document_mask
     kind = {"head_dim": shape.head_dim, "dtype": compute.dtype, "dropout_p": shape.dropout, "documents": documents}
-    check_attention(config.attention, device=compute.device, **kind)
+    check_attention(config.attention, device=compute.device, context_length=shape.context_length, **kind)
     torch.manual_seed(config.train.seed)
     model = GPT2(shape, build_attention(config.attention), config.train.activation_checkpointing)
     if pretrained is not None and resumed is None:

@@ -8,16 +8,21 @@ ValueError that names a variant which can; nothing falls back in silence.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from errors import UserError
+from kernels.flash1 import flash1
 from kernels.flash2 import flash2, flash2_packed
+from kernels.flash2.blocks import BLOCK, butterfly, listed
+from kernels.fused_softmax import fused_softmax
 from kernels.standard import same_document, standard_attention, visible
 
 SDPA_BACKENDS = {
@@ -76,16 +81,112 @@ def sdpa(
         return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
 
 
+def local(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    dropout_p: float = 0.0,
+    cu_seqlens: Tensor | None = None,
+    window: int,
+    deterministic: bool | None = None,
+) -> Tensor:
+    """flash2 in a sliding window: each query sees the last `window` keys up to its own.
+
+    Raises:
+        ValueError: several queries without a causal mask; a single one is the last token, which looks back anyway.
+    """
+    if not causal and q.shape[1] > 1:
+        raise ValueError("attention=local looks back from each token and has to be causal; use attention=flash2")
+    options = {"dropout_p": dropout_p, "cu_seqlens": cu_seqlens, "deterministic": deterministic}
+    return flash2(q, k, v, causal=True, scale=scale, window=window, **options)
+
+
+def block_sparse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    dropout_p: float = 0.0,
+    cu_seqlens: Tensor | None = None,
+    pattern: str = "butterfly",
+    deterministic: bool | None = None,
+) -> Tensor:
+    """flash2 that computes only the blocks of 128 queries by 128 keys that `pattern` keeps: see read_pattern.
+
+    Raises:
+        ValueError: several queries, but not as many as keys; a single one is the last token.
+    """
+    (_, seq_q), seq_k = q.shape[:2], k.shape[1]
+    options = {"scale": scale, "dropout_p": dropout_p, "deterministic": deterministic}
+    if seq_q == 1 < seq_k:
+        seen = read_pattern(pattern, seq_k)[-1].repeat_interleave(BLOCK)[:seq_k].to(q.device)
+        return flash2(q, k[:, seen], v[:, seen], causal=False, **options)
+    if seq_q != seq_k:
+        raise ValueError("attention=block_sparse needs as many queries as keys, or one; use attention=flash2")
+    blocks = _listed_blocks(pattern, seq_q, causal, cu_seqlens is not None, q.device)
+    return flash2(q, k, v, causal=causal, cu_seqlens=cu_seqlens, blocks=blocks, **options)
+
+
+@torch.compiler.assume_constant_result
+def _listed_blocks(*kind) -> Tensor:
+    """The pattern as the kernels read it; torch.compile, which sees through a cache, takes it as a constant."""
+    return _made_blocks(*kind)
+
+
+@cache
+def _made_blocks(pattern: str, seq_len: int, causal: bool, documents: bool, device: torch.device) -> Tensor:
+    return listed(read_pattern(pattern, seq_len), causal, documents, ragged=seq_len % BLOCK != 0).to(device)
+
+
+def read_pattern(pattern: str, seq_len: int) -> Tensor:
+    """Which of the blocks of seq_len tokens are kept, (n, n) boolean on the CPU.
+
+    `pattern` is butterfly, or a .npy file of a square boolean matrix, rows being blocks of queries, of which a shorter
+    sequence takes the first.
+
+    Raises:
+        UserError: there is no such file, or it holds something else, or too few blocks.
+    """
+    n = -(-seq_len // BLOCK)
+    if pattern == "butterfly":
+        return butterfly(n)
+    if not Path(pattern).is_file():
+        raise UserError(f"attention.pattern={pattern} does not exist; give butterfly, or a .npy file")
+    try:
+        matrix = np.load(pattern, allow_pickle=False)
+    except (ValueError, EOFError, OSError) as error:
+        raise UserError(f"attention.pattern={pattern} is no .npy file; numpy.save writes one") from error
+    if not isinstance(matrix, np.ndarray) or matrix.dtype != bool or matrix.ndim != 2 or len(set(matrix.shape)) > 1:
+        raise UserError(f"attention.pattern={pattern} holds no square boolean matrix; numpy.save one")
+    if len(matrix) < n:
+        raise UserError(
+            f"attention.pattern={pattern} has {len(matrix)} blocks of {BLOCK} tokens, and {seq_len} tokens need {n}; "
+            "give a larger one, or a shorter model.context_length"
+        )
+    return torch.from_numpy(matrix[:n, :n].copy())
+
+
 @dataclass
 class AttentionConfig:
     """Which attention, and how (group `attention`)."""
 
     name: str = "flash2"
-    """naive (all matrices written out), sdpa (torch's own) or flash2 (the Triton kernels of this project)."""
+    """naive (all matrices written out), fused_softmax (one kernel between two products), flash1 and flash2 (the Triton
+    kernels of this project), sdpa (torch's own); local and block_sparse are flash2 that leaves pairs of tokens out."""
     backend: str = "auto"
     """For sdpa alone: auto, flash, cudnn, efficient or math."""
+    window: int | None = None
+    """For local alone: keys that a query sees, its own among them."""
+    pattern: str | None = None
+    """For block_sparse alone: butterfly, or a .npy file of a boolean matrix of blocks of 128 tokens."""
     deterministic: bool = False
-    """For flash2 alone: the same gradient bits at every run; slower. train.deterministic asks it of everything."""
+    """For flash2, local and block_sparse: the same gradient bits at every run; slower. train.deterministic asks it of
+    everything."""
 
     def __post_init__(self):
         if self.name not in VARIANTS:
@@ -94,7 +195,8 @@ class AttentionConfig:
             raise UserError(
                 f"attention.backend={self.backend} is for attention=sdpa, not for attention={self.name}; leave it out"
             )
-        if self.deterministic and self.name != "flash2":
+        self._check_sparsity()
+        if self.deterministic and self.name not in ("flash2", "local", "block_sparse"):
             raise UserError(
                 f"attention.deterministic=true is for attention=flash2, not for attention={self.name}; "
                 "use train.deterministic=true, which asks it of every kernel"
@@ -103,12 +205,37 @@ class AttentionConfig:
             choices = ", ".join(("auto", *SDPA_BACKENDS))
             raise UserError(f"attention.backend={self.backend} is unknown; choose one of {choices}")
 
+    def _check_sparsity(self) -> None:
+        for key, owner in SPARSE_KEYS.items():
+            value = getattr(self, key)
+            if value is not None and self.name != owner:
+                raise UserError(
+                    f"attention.{key}={value} is for attention={owner}, not for attention={self.name}; leave it out"
+                )
+            if value is None and self.name == owner:
+                raise UserError(f"attention.name={owner} needs attention.{key}; attention={owner} has a default")
+        if self.window is not None and self.window < 1:
+            raise UserError(f"attention.window={self.window} must be at least 1")
+
+
+def _asked(config: AttentionConfig) -> bool | None:
+    """What flash2 takes as `deterministic`; None is as torch is set."""
+    return config.deterministic or None
+
 
 VARIANTS: dict[str, Callable[[AttentionConfig], Attention]] = {
     "naive": lambda config: standard_attention,
     "sdpa": lambda config: partial(sdpa, backend=config.backend),
-    "flash2": lambda config: partial(flash2, deterministic=config.deterministic or None),  # None: as torch is set
+    "fused_softmax": lambda config: fused_softmax,
+    "flash1": lambda config: flash1,
+    "flash2": lambda config: partial(flash2, deterministic=_asked(config)),
+    "local": lambda config: partial(local, window=config.window, deterministic=_asked(config)),
+    "block_sparse": lambda config: partial(block_sparse, pattern=config.pattern, deterministic=_asked(config)),
 }
+SPARSE_KEYS = {"window": "local", "pattern": "block_sparse"}
+"""What says which pairs of tokens a variant leaves out."""
+EXACT = tuple(name for name in VARIANTS if name not in SPARSE_KEYS.values())
+"""The variants that leave none out, and so all compute the same."""
 
 
 def build_attention(config: AttentionConfig) -> Attention:
@@ -133,6 +260,7 @@ def check_attention(
     dtype: torch.dtype,
     dropout_p: float,
     device: torch.device,
+    context_length: int,
     documents: bool = False,
 ) -> None:
     """Runs the variant forward and backward once on a few tokens, so that what it cannot do shows before training.
@@ -140,6 +268,8 @@ def check_attention(
     Raises:
         UserError: it cannot run with this head size, dtype, dropout and device, or with documents.
     """
+    if config.pattern is not None:
+        read_pattern(config.pattern, context_length)
     q, k, v = torch.randn(3, 1, 64, 2, head_dim, device=device, dtype=dtype).requires_grad_().unbind()
     cuts = {"cu_seqlens": torch.tensor([0, 9, 64], dtype=torch.int32, device=device)} if documents else {}
     try:

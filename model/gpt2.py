@@ -22,6 +22,7 @@ from model.loss import cross_entropy
 PAD_VOCABULARY_TO = 64
 # Attention's results, which activation checkpointing keeps: at long context they cost the most, and are small.
 KEPT = [
+    torch.ops.flash1.forward.default,
     torch.ops.flash2.forward.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,

@@ -11,61 +11,9 @@ import torch
 from torch import Tensor
 
 from kernels.dropout import keep_mask
-from kernels.flash2.blocks import BLOCK
+from kernels.tiling import NEG_INF, Visibility, accumulator, cut, heads_first, tiles
 
 TILE = 128  # divides BLOCK
-NEG_INF = float("-inf")
-
-
-def _accumulator(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
-def _heads_first(x: Tensor, heads: int) -> Tensor:
-    """(B, length, G, D) -> (B, H, length, D) in the accumulator's dtype, each key/value head repeated for its group."""
-    x = x.transpose(1, 2).to(_accumulator(x.dtype))
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
-
-
-def _tiles(length: int) -> list[range]:
-    return [range(start, min(start + TILE, length)) for start in range(0, length, TILE)]
-
-
-class _Visibility:
-    """The keys [first, end) that each query sees; both (B or 1, T)."""
-
-    def __init__(
-        self, q: Tensor, k: Tensor, documents: Tensor | None, blocks: Tensor | None, causal: bool, window: int
-    ):
-        seq_q, seq_k = q.shape[1], k.shape[1]
-        self.kept = None if blocks is None else [row[2 : 2 + row[1]] for row in blocks[0].tolist()]
-        own = torch.arange(seq_q, device=q.device)[None] + seq_k - seq_q  # the key at a query's own place
-        self.first, self.end = torch.zeros_like(own), torch.full_like(own, seq_k)
-        if documents is not None:
-            self.first, self.end = documents.long().unbind(1)
-        if causal:
-            self.end = torch.minimum(self.end, own + 1)
-        if window:
-            self.first = torch.maximum(self.first, own + 1 - window)
-
-    def overlap(self, rows: range, cols: range) -> bool:
-        """Whether any query of a tile may see any key of it."""
-        if self.kept is not None and cols.start // BLOCK not in self.kept[rows.start // BLOCK]:
-            return False
-        first, end = self.first[:, rows.start : rows.stop], self.end[:, rows.start : rows.stop]
-        return cols.start < end.max() and cols.stop > first.min()
-
-    def hide(self, x: Tensor, rows: range, cols: range, value: float) -> Tensor:
-        """x (B, H, rows, cols) with `value` in place of what the query does not see."""
-        first, end = (bound[:, None, rows.start : rows.stop, None] for bound in (self.first, self.end))
-        if first.max() <= cols.start and cols.stop <= end.min():
-            return x
-        j = torch.arange(cols.start, cols.stop, device=x.device)
-        return x.masked_fill_((j < first) | (j >= end), value)
-
-
-def _cut(x: Tensor, rows: range) -> Tensor:
-    return x[..., rows.start : rows.stop, :]
 
 
 def forward(
@@ -87,20 +35,20 @@ def forward(
     The rest is explained in Options.
     """
     (batch, seq_q, heads, _), seq_k = q.shape, k.shape[1]
-    visibility = _Visibility(q, k, documents, blocks, causal, window)
+    visibility = Visibility(q, k, documents, blocks, causal, window)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    logsumexp = q.new_empty((batch, heads, seq_q), dtype=_accumulator(q.dtype))
-    Q, K, V = (_heads_first(x, heads) for x in (q, k, v))
+    logsumexp = q.new_empty((batch, heads, seq_q), dtype=accumulator(q.dtype))
+    Q, K, V = (heads_first(x, heads) for x in (q, k, v))
     Q = Q * scale
-    for rows in _tiles(seq_q):
-        Qi = _cut(Q, rows)
+    for rows in tiles(seq_q, TILE):
+        Qi = cut(Q, rows)
         Oi = torch.zeros_like(Qi)
         m = Qi.new_full((*Qi.shape[:3], 1), NEG_INF)
         l = torch.zeros_like(m)
-        for cols in _tiles(seq_k):
+        for cols in tiles(seq_k, TILE):
             if not visibility.overlap(rows, cols):
                 continue
-            Kj, Vj = _cut(K, cols), _cut(V, cols)
+            Kj, Vj = cut(K, cols), cut(V, cols)
             S = visibility.hide(Qi @ Kj.mT, rows, cols, NEG_INF)
             m_new = torch.maximum(m, S.amax(-1, keepdim=True))
             shift = m_new.masked_fill(m_new == NEG_INF, 0)  # keeps exp(-inf - -inf) from being NaN
@@ -140,30 +88,30 @@ def backward(
     What is computed here is always deterministic.
     """
     (batch, seq_q, heads, head_dim), (seq_k, kv_heads) = q.shape, k.shape[1:3]
-    visibility = _Visibility(q, k, documents, blocks, causal, window)
-    Q, K, V, O, dO = (_heads_first(x, heads) for x in (q, k, v, out, dout))
+    visibility = Visibility(q, k, documents, blocks, causal, window)
+    Q, K, V, O, dO = (heads_first(x, heads) for x in (q, k, v, out, dout))
     Q = Q * scale  # so that S needs no scaling, nor dK; dQ does, at the end
     L = logsumexp.unsqueeze(-1)
     D = (dO * O).sum(-1, keepdim=True)
     if dlogsumexp is not None:
         D = D - dlogsumexp.unsqueeze(-1)
     dQ, dK, dV = torch.zeros_like(Q), torch.zeros_like(K), torch.zeros_like(V)
-    for cols in _tiles(seq_k):
-        Kj, Vj = _cut(K, cols), _cut(V, cols)
-        for rows in _tiles(seq_q):
+    for cols in tiles(seq_k, TILE):
+        Kj, Vj = cut(K, cols), cut(V, cols)
+        for rows in tiles(seq_q, TILE):
             if not visibility.overlap(rows, cols):
                 continue
-            Qi, dOi = _cut(Q, rows), _cut(dO, rows)
-            P = visibility.hide((Qi @ Kj.mT).sub_(_cut(L, rows)).exp_(), rows, cols, 0)
+            Qi, dOi = cut(Q, rows), cut(dO, rows)
+            P = visibility.hide((Qi @ Kj.mT).sub_(cut(L, rows)).exp_(), rows, cols, 0)
             dP = dOi @ Vj.mT
             kept = P
             if dropout_p:
                 Z = keep_mask(numbers, seq_q, rows, cols, dropout_p) / (1 - dropout_p)
                 kept, dP = P * Z, dP * Z
-            _cut(dV, cols).add_(kept.mT @ dOi)
-            dS = dP.sub_(_cut(D, rows)).mul_(P)
-            _cut(dQ, rows).add_(dS @ Kj)
-            _cut(dK, cols).add_(dS.mT @ Qi)
+            cut(dV, cols).add_(kept.mT @ dOi)
+            dS = dP.sub_(cut(D, rows)).mul_(P)
+            cut(dQ, rows).add_(dS @ Kj)
+            cut(dK, cols).add_(dS.mT @ Qi)
 
     def per_kv_head(grad: Tensor) -> Tensor:
         return grad.view(batch, kv_heads, heads // kv_heads, seq_k, head_dim).sum(2)

@@ -4,21 +4,19 @@ The operators are opaque to torch.compile (no graph break) and need no autograd 
 around them costs about half the host time of `custom_op` with `register_autograd`.
 """
 
-from functools import cache
-
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from kernels import dropout
+from kernels.checks import check_inputs
 from kernels.documents import document_bounds
-from kernels.flash2 import definition
 from kernels.flash2.blocks import BLOCK
 from kernels.flash2.options import Options
+from kernels.operators import implement, implementation
 
 _library = torch.library.Library("flash2", "DEF")
-DTYPES = torch.bfloat16, torch.float16, torch.float32
 _OPTIONS = "Tensor? numbers, Tensor? documents, Tensor? blocks, bool causal, int window, float scale, float dropout_p"
 _SAVED = f"Tensor out, Tensor logsumexp, Tensor? dlogsumexp, bool deterministic, {_OPTIONS}"
 _library.define(f"forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)")
@@ -26,23 +24,7 @@ _library.define(f"backward(Tensor dout, Tensor q, Tensor k, Tensor v, {_SAVED}) 
 _library.define(f"backward_packed(Tensor dout, Tensor qkv, {_SAVED}) -> Tensor")
 
 
-@cache
-def _implementation(device_type: str):
-    """The module with forward, backward and backward_packed for a kind of device."""
-    if device_type == "cpu":
-        return definition
-    from kernels.flash2 import launch  # Triton is needed, and installed, only where there is a GPU
-
-    return launch
-
-
-for _name in ("forward", "backward", "backward_packed"):
-    for _device in ("cpu", "cuda"):
-        _library.impl(
-            _name,
-            lambda *args, name=_name, device=_device: getattr(_implementation(device), name)(*args),
-            _device.upper(),
-        )
+implement(_library, "flash2", ("forward", "backward", "backward_packed"))
 
 
 def _forward(q: Tensor, *args):
@@ -52,7 +34,7 @@ def _forward(q: Tensor, *args):
     """
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or type(q) is not Tensor:
         return torch.ops.flash2.forward(q, *args)
-    return _implementation(q.device.type).forward(q, *args)
+    return implementation("flash2", q.device.type).forward(q, *args)
 
 
 @torch.library.register_fake("flash2::forward")
@@ -187,9 +169,11 @@ def _prepare(
     """The operators' options, once everything is found in order."""
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     dropout_p = float(dropout_p)
-    _check(q, k, v, scale, dropout_p)
-    _check_mask(q, k, causal, window, cu_seqlens)
-    _check_blocks(q, k, window, blocks)
+    check_inputs("flash2", q, k, v, scale, dropout_p, cu_seqlens)
+    if window is not None and not (causal and window >= 1):
+        raise ValueError(f"a window counts the last keys up to a query's own: causal=True and 1 or more, not {window}")
+    if blocks is not None:
+        _check_blocks(q, k, window, blocks)
     shape = q.shape[0], q.shape[2], q.shape[1] + k.shape[1]
     if numbers is not None and not (
         numbers.shape == shape and numbers.dtype == torch.int32 and numbers.is_contiguous()
@@ -201,25 +185,7 @@ def _prepare(
     return Options(numbers, documents, blocks, causal, window or 0, scale, dropout_p)
 
 
-def _check_mask(q: Tensor, k: Tensor, causal: bool, window: int | None, cu_seqlens: Tensor | None) -> None:
-    if window is not None and not (causal and window >= 1):
-        raise ValueError(f"a window counts the last keys up to a query's own: causal=True and 1 or more, not {window}")
-    if cu_seqlens is None:
-        return
-    if q.shape[1] != k.shape[1]:
-        raise ValueError(f"cu_seqlens needs queries and keys of one length, not {q.shape[1]} and {k.shape[1]}")
-    if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            "cu_seqlens holds the cumulative lengths of documents, (n + 1,) int32, "
-            f"not {tuple(cu_seqlens.shape)} {cu_seqlens.dtype}"
-        )
-    if cu_seqlens.device != q.device:
-        raise ValueError(f"cu_seqlens is on {cu_seqlens.device}, and q on {q.device}; they must share a device")
-
-
-def _check_blocks(q: Tensor, k: Tensor, window: int | None, blocks: Tensor | None) -> None:
-    if blocks is None:
-        return
+def _check_blocks(q: Tensor, k: Tensor, window: int | None, blocks: Tensor) -> None:
     if q.shape[1] != k.shape[1] or window is not None:
         raise ValueError("blocks are for as many queries as keys and go with no window; use attention=flash2 without")
     n = -(-q.shape[1] // BLOCK)
@@ -229,30 +195,3 @@ def _check_blocks(q: Tensor, k: Tensor, window: int | None, blocks: Tensor | Non
         )
     if blocks.device != q.device:
         raise ValueError(f"blocks are on {blocks.device}, and q on {q.device}; they must share a device")
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor, scale: float, dropout_p: float) -> None:
-    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
-    if not len(q_shape) == len(k_shape) == len(v_shape) == 4:
-        raise ValueError(f"flash2 takes (batch, seq, heads, head_dim) tensors, not {q.ndim}, {k.ndim}, {v.ndim}-D ones")
-    (batch, seq_q, heads, head_dim), (k_batch, seq_k, kv_heads, k_head_dim) = q_shape, k_shape
-    if not (batch and seq_q and heads and seq_k and kv_heads):
-        raise ValueError(f"flash2 needs at least one query and one key; got q {tuple(q_shape)}, k {tuple(k_shape)}")
-    if k_shape != v_shape or batch != k_batch or head_dim != k_head_dim or heads % kv_heads:
-        raise ValueError(
-            "flash2 needs k and v of one shape, batch and head_dim as in q, and heads a multiple of kv_heads; "
-            f"got q {tuple(q_shape)}, k {tuple(k_shape)}, v {tuple(v_shape)}"
-        )
-    if not 16 <= head_dim <= 256:
-        raise ValueError(f"flash2 takes head sizes from 16 to 256, not {head_dim}; use attention=sdpa")
-    dtype, device = q.dtype, q.device
-    if not (dtype == k.dtype == v.dtype and device == k.device == v.device):
-        raise ValueError(f"q, k and v must share dtype and device; got {dtype}, {k.dtype}, {v.dtype} on {device}")
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"flash2 runs on cuda (NVIDIA or ROCm) and cpu, not on {device.type}; use attention=sdpa")
-    if dtype not in DTYPES and (dtype, device.type) != (torch.float64, "cpu"):
-        raise ValueError(f"flash2 takes float32, float16 or bfloat16 on {device.type}, not {dtype}")
-    if not scale > 0:
-        raise ValueError(f"flash2 needs a positive scale, not {scale}: it scales the row maximum as it finds it")
-    if not 0 <= dropout_p < 1:
-        raise ValueError(f"dropout_p must be in [0, 1), not {dropout_p}")

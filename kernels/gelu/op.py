@@ -1,35 +1,17 @@
 """gelu(x + bias) as PyTorch operators: Triton kernels on CUDA and ROCm, the PyTorch definition on CPU."""
 
-from functools import cache
-
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kernels.gelu import definition
+from kernels.operators import implement
 
 _library = torch.library.Library("gelu", "DEF")
 _library.define("forward(Tensor x, Tensor bias) -> Tensor")
 _library.define("backward(Tensor dout, Tensor x, Tensor bias) -> (Tensor, Tensor)")
 
 
-@cache
-def _implementation(device_type: str):
-    """The module with forward and backward for a kind of device."""
-    if device_type == "cpu":
-        return definition
-    from kernels.gelu import triton_kernels  # Triton is needed, and installed, only where there is a GPU
-
-    return triton_kernels
-
-
-for _name in ("forward", "backward"):
-    for _device in ("cpu", "cuda"):
-        _library.impl(
-            _name,
-            lambda *args, name=_name, device=_device: getattr(_implementation(device), name)(*args),
-            _device.upper(),
-        )
+implement(_library, "gelu", ("forward", "backward"), gpu_module="triton_kernels")
 
 
 @torch.library.register_fake("gelu::forward")

@@ -184,6 +184,9 @@ def test_a_global_batch_that_does_not_divide_is_refused_with_one_that_does(whole
     ("settings", "sentence"),
     [
         ({"name": "flash9"}, "attention.name=flash9 is unknown; choose one of .*flash2"),
+        ({"name": "flash2", "window": 64}, "attention.window=64 .*attention=local.*leave it out"),
+        ({"name": "local", "window": 0}, "attention.window=0 must be at least 1"),
+        ({"name": "block_sparse"}, "attention.name=block_sparse needs attention.pattern; attention=block_sparse has a"),
         ({"name": "flash2", "backend": "cudnn"}, "attention.backend=cudnn .*attention=sdpa.*leave it out"),
         ({"name": "sdpa", "deterministic": True}, "attention.deterministic=true is for attention=flash2.*train.deter"),
         ({"name": "sdpa", "backend": "xformers"}, "attention.backend=xformers is unknown; choose one of auto, .*cudnn"),

@@ -19,9 +19,13 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from kernels.cross_entropy import triton_kernel as cross_entropy
+from kernels.flash1 import launch as flash1_launch
+from kernels.flash1 import triton_kernels as flash1
 from kernels.flash2 import hopper_backward, hopper_forward, launch, triton_kernels
 from kernels.flash2.options import Options
 from kernels.flash2.tiles import SPECIALISED, read_table, tiles_for
+from kernels.fused_softmax import triton_kernels as softmax
+from kernels.fused_softmax.op import LONGEST_ROW
 from kernels.gelu import triton_kernels as gelu
 
 TARGETS = {
@@ -45,7 +49,15 @@ SHAPES = {
     "gfx942": [*COMMON, LARGE, FP32],
 }
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-POINTER_TYPES = {"logsumexp": "*fp32", "delta": "*fp32", "numbers": "*i32", "documents": "*i32", "blocks": "*i32"}
+POINTER_TYPES = {
+    "logsumexp": "*fp32",
+    "delta": "*fp32",
+    "numbers": "*i32",
+    "documents": "*i32",
+    "blocks": "*i32",
+    "l": "*fp32",
+    "m": "*fp32",
+}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -59,7 +71,7 @@ def signature(kernel, constants: dict, dtype: str) -> dict[str, str]:
             types[name] = "constexpr"
         elif name in floats:
             types[name] = "fp32"
-        elif constants["TMA"] and name in ("q", "k", "v", "dout"):
+        elif constants.get("TMA") and name in ("q", "k", "v", "dout"):
             rows = constants["N" if name in ("k", "v") else "M"]
             types[name] = f"tensordesc<{dtype}[1,{rows},1,{constants['D']}]>"
         elif name in integers or (name.startswith("s") and "_" in name):
@@ -69,9 +81,9 @@ def signature(kernel, constants: dict, dtype: str) -> dict[str, str]:
     return types
 
 
-def compile_kernel(kernel, constants: dict, tile, dtype: str, target: GPUTarget):
-    """As launched on aligned tensors with aligned strides."""
-    types = signature(kernel, constants, dtype)
+def compile_kernel(kernel, constants: dict, tile, dtype: str, target: GPUTarget, summed: str | None = None):
+    """As launched on aligned tensors with aligned strides; `summed` names a tensor that is fp32 whatever the dtype."""
+    types = signature(kernel, constants, dtype) | ({summed: "*fp32"} if summed else {})
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, (name, kind) in enumerate(types.items())
@@ -81,13 +93,13 @@ def compile_kernel(kernel, constants: dict, tile, dtype: str, target: GPUTarget)
     return triton.compile(source, target=target, options={"num_warps": tile.warps, "num_stages": tile.stages})
 
 
-def variants(target: str, head_dim: int, dtype: str, causal: bool, dropout: bool, bucket: str = "long"):
-    """(name, kernel, constants, tile) of every launch at one head size."""
+def variants(target: str, head_dim: int, dtype: str, causal: bool, dropout: bool, bucket: str = "long", blocks=None):
+    """(name, kernel, constants, tile) of every launch at one head size; block-sparse if `blocks` is given."""
     tiles = tiles_for(target, head_dim, DTYPES[dtype], causal, bucket, dropout)
     tma = target == "sm_90" and dtype != "fp32"
     for name, tile in tiles._asdict().items():
         kernel = getattr(triton_kernels, f"{name}_kernel")
-        options = Options(causal=causal, dropout_p=0.1 if dropout else 0.0)
+        options = Options(blocks=blocks, causal=causal, dropout_p=0.1 if dropout else 0.0)
         values = launch._constants(tile, head_dim, options, interpreted=False, tma=tma)
         names = ("M", "N", "HEAD_DIM", "D", "CAUSAL", "WINDOW", "DOCUMENTS", "BLOCKS", "DROPOUT", "UPCAST", "TMA")
         bounded = {"BOUNDED": False} if name == "key_gradient" else {}
@@ -115,10 +127,33 @@ def compile_shape(job: tuple) -> list[dict]:
     rows = []
     for name, kernel, constants, tile in variants(target, *shape):
         compiled = compile_kernel(kernel, constants, tile, shape[1], TARGETS[target])
-        binary = compiled.asm.get("cubin") or compiled.asm.get("hsaco")
-        row = {"target": target, "shape": shape, "kernel": name, "tile": tile, "bytes": len(binary)}
-        row["shared"] = compiled.metadata.shared
-        rows.append({**row, **(assembler_report(compiled) if target == "sm_90" else {})})
+        rows.append(report(target, compiled, shape=shape, kernel=name, tile=tile))
+    return rows
+
+
+def report(target: str, compiled, **what) -> dict:
+    """A row of a kernel that is told apart by `what`."""
+    binary = compiled.asm.get("cubin") or compiled.asm.get("hsaco")
+    row = {"target": target, **what, "bytes": len(binary), "shared": compiled.metadata.shared}
+    return {**row, **(assembler_report(compiled) if target == "sm_90" else {})}
+
+
+def compile_baselines(target: str) -> list[dict]:
+    """flash1, and flash2's kernels where they walk a list of blocks; on Hopper all that is shipped for it."""
+    rows, shapes = [], [(64, "bf16"), (40, "fp32")]
+    if target == "sm_90":
+        shapes += [(80, "fp16"), (128, "bf16"), (256, "bf16")]
+    for name, kernel, constants, tile in variants(target, 64, "bf16", True, False, blocks=True):
+        compiled = compile_kernel(kernel, constants, tile, "bf16", TARGETS[target])
+        rows.append(report(target, compiled, baseline=f"block_sparse {name}"))
+    names = ("M", "N", "HEAD_DIM", "D", "CAUSAL", "DOCUMENTS", "DROPOUT", "UPCAST")
+    for head_dim, dtype in shapes:
+        for name, tile in flash1_launch.tiles_for(head_dim, DTYPES[dtype])._asdict().items():
+            values = flash1_launch.constants(tile, head_dim, True, False, False, interpreted=False)
+            kernel, summed = getattr(flash1, f"{name}_kernel"), {"forward": "out", "backward": "dq"}[name]
+            constants = dict(zip(names, values, strict=True))
+            compiled = compile_kernel(kernel, constants, tile, dtype, TARGETS[target], summed)
+            rows.append(report(target, compiled, baseline=f"flash1 {name} {head_dim} {dtype}"))
     return rows
 
 
@@ -133,8 +168,7 @@ def compile_specialised(job: tuple) -> list[dict]:
     aligned = {(i,): [["tt.divisibility", 16]] for i in pointers}
     source = GluonASTSource(kernel, signature, constants, aligned)
     compiled = triton.compile(source, target=TARGETS["sm_90"], options=options)
-    row = {"target": "sm_90", "specialised": job, "bytes": len(compiled.asm["cubin"])}
-    return [{**row, "shared": compiled.metadata.shared, **assembler_report(compiled)}]
+    return [report("sm_90", compiled, specialised=job)]
 
 
 def others(dtype: str) -> dict:
@@ -144,9 +178,14 @@ def others(dtype: str) -> dict:
     loss = (data, "*i64", fp32, size, size, size), {"N": cross_entropy.LONGEST_BLOCK, "GRADIENT": True} | upcast
     (m, n, forward_warps), (rows, columns, backward_warps) = gelu.FORWARD, gelu.BACKWARD
     forward = (data, fp32, data, size, size), {"M": m, "N": n} | upcast
+    m_s, n_s, softmax_warps = softmax.tile(LONGEST_ROW)
+    masks = {"M": m_s, "N": n_s, "CAUSAL": True, "DOCUMENTS": True, "DROPOUT": True} | upcast
+    rows_of_scores = (data, data, data, "*i32", "*i32", *[size] * 4, fp32[1:], size, fp32[1:]), masks
     backward = (data, data, fp32, data, fp32, size, size, size), {"M": rows, "N": columns} | upcast
     return {
         "cross_entropy": (cross_entropy.cross_entropy_kernel, *loss, cross_entropy.WARPS),
+        "softmax": (softmax.softmax_kernel, *rows_of_scores, softmax_warps),
+        "softmax gradient": (softmax.softmax_gradient_kernel, *rows_of_scores, softmax_warps),
         "gelu forward": (gelu.gelu_kernel, *forward, forward_warps),
         "gelu backward": (gelu.gelu_gradient_kernel, *backward, backward_warps),
     }
@@ -161,10 +200,7 @@ def compile_others(target: str) -> list[dict]:
             pointers = [i for i, kind in enumerate(types) if kind.startswith("*")]
             source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in pointers})
             compiled = triton.compile(source, target=TARGETS[target], options={"num_warps": warps})
-            binary = compiled.asm.get("cubin") or compiled.asm.get("hsaco")
-            row = {"target": target, "other": f"{name} {dtype}", "bytes": len(binary)}
-            row["shared"] = compiled.metadata.shared
-            rows.append({**row, **(assembler_report(compiled) if target == "sm_90" else {})})
+            rows.append(report(target, compiled, other=f"{name} {dtype}"))
     return rows
 
 
@@ -196,7 +232,8 @@ def main() -> None:
     jobs = [(target, *shape) for target in TARGETS for shape in SHAPES[target]] + tuned()
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         done = pool.map(compile_specialised, specialised()), pool.map(compile_shape, jobs)
-        for rows in itertools.chain(*done, pool.map(compile_others, TARGETS)):
+        beside = pool.map(compile_others, TARGETS), pool.map(compile_baselines, TARGETS)
+        for rows in itertools.chain(*done, *beside):
             for row in rows:
                 print(json.dumps(row), flush=True)
 

@@ -5,11 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from model.attention import AttentionConfig, build_attention
+from model.attention import EXACT, AttentionConfig, build_attention
 from model.generate import draw, generate, restrict
 from model.gpt2 import GPT2, ModelConfig
-
-VARIANTS = ("naive", "sdpa", "flash2")
 
 
 def build(context_length: int, attention: str = "naive") -> GPT2:
@@ -40,7 +38,7 @@ def continue_from_scratch(model: GPT2, prompt: list[int], max_tokens: int) -> li
     return text[len(prompt) :]
 
 
-@pytest.mark.parametrize("attention", VARIANTS)
+@pytest.mark.parametrize("attention", EXACT)
 @pytest.mark.parametrize(
     ("context_length", "prompt_length"),
     [(64, 5), (12, 1), (12, 12), (12, 17), (9, 4), (1, 3)],
@@ -160,7 +158,7 @@ def test_tokens_come_with_their_probabilities(temperature, expected):
         assert counts[token] / draws == pytest.approx(share, abs=5 * math.sqrt(share * (1 - share) / draws))
 
 
-@pytest.mark.parametrize("attention", VARIANTS)
+@pytest.mark.parametrize("attention", EXACT)
 def test_under_autocast_the_cache_takes_its_dtype(attention):
     model = build(16, attention)
     with torch.autocast("cpu", dtype=torch.bfloat16):

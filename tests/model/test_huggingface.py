@@ -11,11 +11,10 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from errors import UserError
-from model.attention import AttentionConfig, build_attention
+from model.attention import EXACT, AttentionConfig, build_attention
 from model.gpt2 import GPT2, ModelConfig
 from model.huggingface import CONFIG, WEIGHTS, find_pretrained, load_pretrained, read_config, save_pretrained
 
-VARIANTS = ("naive", "sdpa", "flash2")
 SHAPE = {"n_layer": 3, "n_head": 3, "n_embd": 48, "n_positions": 64, "vocab_size": 211}
 
 
@@ -79,7 +78,7 @@ def assert_same_model(ours: GPT2, theirs: GPT2LMHeadModel, length: int = 64) -> 
     assert loss.item() == pytest.approx(expected.loss.item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("attention", VARIANTS)
+@pytest.mark.parametrize("attention", EXACT)
 def test_their_weights_give_their_logits_and_loss_here(released, attention):
     folder, theirs = released
     assert_same_model(load(folder, attention), theirs)
@@ -101,7 +100,7 @@ def test_their_weights_get_their_gradients_here(released):
         assert error < 1e-5, f"{name}: {error:.1e}"
 
 
-@pytest.mark.parametrize("attention", VARIANTS)
+@pytest.mark.parametrize("attention", EXACT)
 def test_our_weights_give_our_logits_and_loss_there(tmp_path, attention):
     config = ModelConfig(n_layer=3, n_head=3, n_embd=48, context_length=64, vocab_size=211)
     ours = GPT2(config, build_attention(AttentionConfig(attention))).eval()

@@ -1,0 +1,72 @@
+"""flash1 as one PyTorch operator: Triton kernels on CUDA and ROCm, the tiled PyTorch definition on CPU."""
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from kernels import dropout
+from kernels.checks import check_inputs
+from kernels.documents import document_bounds
+from kernels.operators import implement
+
+_library = torch.library.Library("flash1", "DEF")
+_OPTIONS = "Tensor? numbers, Tensor? documents, bool causal, float scale, float dropout_p"
+_INPUTS = "Tensor q, Tensor k, Tensor v"
+_library.define(f"forward({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)")
+_library.define(
+    f"backward(Tensor dout, {_INPUTS}, Tensor out, Tensor l, Tensor m, {_OPTIONS}) -> (Tensor, Tensor, Tensor)"
+)
+implement(_library, "flash1", ("forward", "backward"))
+
+
+@torch.library.register_fake("flash1::forward")
+def _(q, k, v, *options):
+    batch, seq_q, heads, _ = q.shape
+    l = q.new_empty((batch, heads, seq_q), dtype=torch.promote_types(q.dtype, torch.float32))
+    return q.new_empty(q.shape), l, torch.empty_like(l)
+
+
+@torch.library.register_fake("flash1::backward")
+def _(dout, q, k, v, *rest):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+class _Flash1(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, numbers, documents, *options):
+        out, l, m = torch.ops.flash1.forward(q, k, v, numbers, documents, *options)
+        ctx.save_for_backward(q, k, v, out, l, m, numbers, documents)
+        ctx.options = options
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):
+        dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+        return *torch.ops.flash1.backward(dout, *ctx.saved_tensors, *ctx.options), *[None] * 5
+
+
+def flash1(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    dropout_p: float = 0.0,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """FlashAttention's Algorithm 1: softmax(Q K^T scale) V without ever holding the scores.
+
+    q is (B, T, H, D), k and v are (B, S, G, D) with H a multiple of G; the output is (B, T, H, D), contiguous. Inputs,
+    masks and errors are those of flash2, of which this is what came before: one program a head, whose output goes to
+    memory and comes back for every tile of keys.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or options outside the above.
+    """
+    check_inputs("flash1", q, k, v, scale, dropout_p, cu_seqlens)
+    numbers = dropout.draw(q.shape[0], q.shape[2], q.shape[1], k.shape[1], q.device) if dropout_p else None
+    documents = None if cu_seqlens is None else document_bounds(cu_seqlens, *q.shape[:2])
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    return _Flash1.apply(q, k, v, numbers, documents, causal, scale, float(dropout_p))

@@ -1,0 +1,87 @@
+"""Attention by two matrix products and a fused softmax, as Megatron-LM computed it before FlashAttention.
+
+Shoeybi et al., "Megatron-LM" (2019), whose fused kernel is the baseline of FlashAttention's Table 2: the scores and the
+probabilities go to memory in 16 bits, are read and written once each, and the probabilities wait there for the backward
+pass. The products are cuBLAS's.
+"""
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from kernels import dropout
+from kernels.checks import check_inputs
+from kernels.documents import document_bounds
+from kernels.operators import implement
+
+LONGEST_ROW = 16384  # keys; a row of scores is held on chip, as in Megatron-LM's kernel
+
+_library = torch.library.Library("fused_softmax", "DEF")
+_OPTIONS = "Tensor? numbers, Tensor? documents, bool causal, float scale, float dropout_p"
+_library.define(f"forward(Tensor scores, {_OPTIONS}) -> (Tensor, Tensor)")
+_library.define(f"backward(Tensor dkept, Tensor probabilities, {_OPTIONS}) -> Tensor")
+implement(_library, "fused_softmax", ("forward", "backward"), gpu_module="triton_kernels")
+
+
+@torch.library.register_fake("fused_softmax::forward")
+def _(scores, numbers, documents, causal, scale, dropout_p):
+    return torch.empty_like(scores), torch.empty_like(scores) if dropout_p else scores.new_empty(0)
+
+
+@torch.library.register_fake("fused_softmax::backward")
+def _(dkept, probabilities, *options):
+    return torch.empty_like(probabilities)
+
+
+class _FusedSoftmax(torch.autograd.Function):
+    """Scores (B, H, T, S) to what dropout leaves of their softmax."""
+
+    @staticmethod
+    def forward(ctx, scores, numbers, documents, *options):
+        probabilities, kept = torch.ops.fused_softmax.forward(scores, numbers, documents, *options)
+        ctx.save_for_backward(probabilities, numbers, documents)
+        ctx.options = options
+        return kept if numbers is not None else probabilities
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dkept):
+        probabilities, numbers, documents = ctx.saved_tensors
+        dscores = torch.ops.fused_softmax.backward(dkept.contiguous(), probabilities, numbers, documents, *ctx.options)
+        return dscores, *[None] * 5
+
+
+def fused_softmax(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    dropout_p: float = 0.0,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """softmax(Q K^T scale) V with the scores and the probabilities in memory, in the inputs' dtype.
+
+    q is (B, T, H, D), k and v are (B, S, G, D) with H a multiple of G; the output is (B, T, H, D). Causal masks align
+    at the bottom right; a query that sees no key gives zeros. Inputs and errors are otherwise those of flash2.
+
+    Raises:
+        ValueError: more than 16384 keys, or inputs outside the above.
+    """
+    check_inputs("fused_softmax", q, k, v, scale, dropout_p, cu_seqlens)
+    (batch, seq_q, heads, head_dim), (seq_k, kv_heads) = q.shape, k.shape[1:3]
+    if seq_k > LONGEST_ROW:
+        raise ValueError(
+            f"fused_softmax holds a row of scores on chip: {LONGEST_ROW} keys at most, not {seq_k}; "
+            "use attention=flash2"
+        )
+    numbers = dropout.draw(batch, heads, seq_q, seq_k, q.device) if dropout_p else None
+    documents = None if cu_seqlens is None else document_bounds(cu_seqlens, batch, seq_q)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    rows = heads // kv_heads * seq_q  # the queries of a group of heads, one head's after another's
+    scores = q.reshape(batch, kv_heads, rows, head_dim) @ k.mT
+    scores = scores.view(batch, heads, seq_q, seq_k)
+    kept = _FusedSoftmax.apply(scores, numbers, documents, causal, scale, float(dropout_p))
+    out = kept.view(batch, kv_heads, rows, seq_k) @ v
+    return out.view(batch, heads, seq_q, head_dim).transpose(1, 2)

@@ -1,0 +1,154 @@
+"""Scale, mask, softmax and dropout in one Triton kernel, and their backward pass in another.
+
+Each program owns M whole rows of the scores, N columns wide, and reads only what their queries see. Softmax runs in
+fp32, whatever the dtype, and in base 2.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.dropout import threshold
+from kernels.head_rows import LOG2_E, keys_of
+from kernels.rounding import to
+
+TILE = 4096  # scores of a program, where a row is no longer
+
+
+@triton.jit
+def _position(rows, heads, seq_q, M: tl.constexpr):
+    """Of the program's rows among B * heads * seq_q: their number in 64 bits, batch and head, and query."""
+    row = tl.minimum(tl.cast(tl.program_id(0), tl.int64) * M + tl.arange(0, M), rows - 1)  # the last ones twice
+    bh = row // seq_q
+    return row, bh, (row % seq_q).to(tl.int32)
+
+
+@triton.jit
+def _kept(numbers, bh, o_i, o_j, seq_q, seq_k, threshold):
+    """What dropout leaves, [M, N]: see dropout.py."""
+    p_numbers = numbers + bh * (seq_q + seq_k)
+    of_queries = tl.load(p_numbers + o_i).to(tl.uint32, bitcast=True)
+    of_keys = tl.load(p_numbers[:, None] + seq_q + o_j[None, :], mask=o_j[None, :] < seq_k, other=0)
+    product = of_queries[:, None] * of_keys.to(tl.uint32, bitcast=True)
+    return product >= threshold.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def softmax_kernel(
+    scores,
+    probabilities,
+    kept,
+    numbers,
+    documents,
+    rows,
+    heads,
+    seq_q,
+    seq_k,
+    scale,
+    threshold,
+    keep_scale,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """probabilities = softmax(scores scale), and kept, what dropout leaves of it; all (B, heads, seq_q, seq_k).
+
+    Grid: cdiv(B * heads * seq_q, M).
+    """
+    row, bh, o_i = _position(rows, heads, seq_q, M)
+    o_j = tl.arange(0, N)
+    first, end = keys_of(o_i, documents, bh // heads, seq_k - seq_q, seq_q, seq_k, 0, CAUSAL, False, DOCUMENTS)
+    visible = (o_j[None, :] >= first[:, None]) & (o_j[None, :] < end[:, None])
+    at = row[:, None] * seq_k + o_j[None, :]
+    b_s = tl.load(scores + at, mask=visible, other=float("-inf")).to(tl.float32) * (scale * LOG2_E)
+    m = tl.max(b_s, 1)
+    b_p = tl.math.exp2(b_s - tl.where(m == float("-inf"), 0.0, m)[:, None])
+    l = tl.sum(b_p, 1)
+    b_p = b_p / tl.where(l == 0.0, 1.0, l)[:, None]
+    inside = o_j[None, :] < seq_k
+    tl.store(probabilities + at, to(b_p, probabilities.dtype.element_ty, UPCAST), mask=inside)
+    if DROPOUT:
+        b_p = tl.where(_kept(numbers, bh, o_i, o_j, seq_q, seq_k, threshold), b_p * keep_scale, 0.0)
+        tl.store(kept + at, to(b_p, kept.dtype.element_ty, UPCAST), mask=inside)
+
+
+@triton.jit
+def softmax_gradient_kernel(
+    dkept,
+    probabilities,
+    dscores,
+    numbers,
+    documents,
+    rows,
+    heads,
+    seq_q,
+    seq_k,
+    scale,
+    threshold,
+    keep_scale,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """dscores = scale P o (dP - rowsum(P o dP)), dP being dkept keep_scale where dropout left P. Grid as above."""
+    row, bh, o_i = _position(rows, heads, seq_q, M)
+    o_j = tl.arange(0, N)
+    first, end = keys_of(o_i, documents, bh // heads, seq_k - seq_q, seq_q, seq_k, 0, CAUSAL, False, DOCUMENTS)
+    visible = (o_j[None, :] >= first[:, None]) & (o_j[None, :] < end[:, None])
+    at = row[:, None] * seq_k + o_j[None, :]
+    b_p = tl.load(probabilities + at, mask=visible, other=0.0).to(tl.float32)
+    b_dp = tl.load(dkept + at, mask=visible, other=0.0).to(tl.float32)
+    if DROPOUT:
+        b_dp = tl.where(_kept(numbers, bh, o_i, o_j, seq_q, seq_k, threshold), b_dp * keep_scale, 0.0)
+    b_ds = scale * b_p * (b_dp - tl.sum(b_p * b_dp, 1)[:, None])
+    tl.store(dscores + at, to(b_ds, dscores.dtype.element_ty, UPCAST), mask=o_j[None, :] < seq_k)
+
+
+def tile(seq_k: int) -> tuple[int, int, int]:
+    """Rows and columns of a program, and its warps."""
+    columns = max(triton.next_power_of_2(seq_k), 16)
+    return max(TILE // columns, 1), columns, max(4, columns // 512)
+
+
+def _launch(kernel, tensors: tuple, shape: torch.Size, causal: bool, scale: float, dropout_p: float) -> None:
+    """A kernel over scores of a shape (B, H, T, S); the last two tensors are numbers and documents."""
+    batch, heads, seq_q, seq_k = shape
+    rows, (m, n, warps) = batch * heads * seq_q, tile(seq_k)
+    sizes = rows, heads, seq_q, seq_k, scale, threshold(dropout_p), 1 / (1 - dropout_p)
+    options = causal, tensors[-1] is not None, dropout_p > 0, not tensors[0].is_cuda
+    with torch.cuda.device_of(tensors[0]):
+        kernel[(triton.cdiv(rows, m),)](*tensors, *sizes, m, n, *options, num_warps=warps)
+
+
+def forward(
+    scores: Tensor, numbers: Tensor | None, documents: Tensor | None, causal: bool, scale: float, dropout_p: float
+) -> tuple[Tensor, Tensor]:
+    """Same contract as definition.forward, for contiguous scores."""
+    probabilities = torch.empty_like(scores)
+    kept = torch.empty_like(scores) if dropout_p else scores.new_empty(0)
+    tensors = scores, probabilities, kept, numbers, documents
+    _launch(softmax_kernel, tensors, scores.shape, causal, scale, dropout_p)
+    return probabilities, kept
+
+
+def backward(
+    dkept: Tensor,
+    probabilities: Tensor,
+    numbers: Tensor | None,
+    documents: Tensor | None,
+    causal: bool,
+    scale: float,
+    dropout_p: float,
+) -> Tensor:
+    """Same contract as definition.backward."""
+    dscores = torch.empty_like(probabilities)
+    tensors = dkept, probabilities, dscores, numbers, documents
+    _launch(softmax_gradient_kernel, tensors, dkept.shape, causal, scale, dropout_p)
+    return dscores

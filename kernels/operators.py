@@ -1,0 +1,27 @@
+"""How an operator gets its two implementations: Triton kernels on CUDA and ROCm, the PyTorch definition on CPU."""
+
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+
+import torch
+
+
+@cache
+def implementation(package: str, device_type: str, gpu_module: str = "launch") -> ModuleType:
+    """The module of a package under kernels/ for a kind of device: definition, or the one that launches kernels."""
+    # Triton is needed, and installed, only where there is a GPU: the latter is imported when it is first called.
+    return import_module(f"kernels.{package}.{'definition' if device_type == 'cpu' else gpu_module}")
+
+
+def implement(library: torch.library.Library, package: str, names: tuple[str, ...], gpu_module: str = "launch") -> None:
+    """Makes the functions of those names, in either module, the operators of `library`."""
+    for name in names:
+        for device in ("cpu", "cuda"):
+            library.impl(
+                name,
+                lambda *args, name=name, device=device: getattr(implementation(package, device, gpu_module), name)(
+                    *args
+                ),
+                device.upper(),
+            )

@@ -1,0 +1,111 @@
+"""flash1: its Triton kernels (interpreted where there is no GPU), its PyTorch definition, and their operator."""
+
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels import dropout
+from kernels.documents import document_bounds
+from kernels.flash1 import definition, flash1, launch
+from kernels.standard import standard_attention
+from tests.kernels.accuracy import Case, assert_as_accurate, draw, outcome
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+KERNEL_DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+
+
+def both_passes(implementation, inputs: tuple, *options) -> tuple:
+    """out, dq, dk and dv by the kernels (launch) or by their definition."""
+    q, k, v, dout = inputs
+    out, l, m = implementation.forward(q, k, v, *options)
+    return out, *implementation.backward(dout, q, k, v, out, l, m, *options)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(seq_q=1, seq_k=1),
+        Case(batch=1, head_dim=40, dtype=BF16),
+        Case(batch=1, head_dim=80, heads=4, kv_heads=2, dtype=F16),
+        Case(batch=1, seq_q=70, seq_k=70, head_dim=256, heads=1, kv_heads=1, causal=False, dtype=BF16),
+        Case(batch=1, seq_q=63, seq_k=140, head_dim=128, dtype=BF16),
+        Case(batch=1, seq_q=300, seq_k=300, heads=1, kv_heads=1, dtype=BF16),
+    ],
+    ids=str,
+)
+def test_kernels_are_as_accurate_as_math_attention(case):
+    inputs = draw(case, KERNEL_DEVICE)
+    got = both_passes(launch, inputs, None, None, case.causal, case.head_dim**-0.5, 0.0)
+    assert_as_accurate(case, got, inputs)
+
+
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(
+    case=st.builds(
+        Case,
+        batch=st.integers(1, 2),
+        seq_q=st.integers(1, 150),
+        seq_k=st.integers(1, 150),
+        heads=st.sampled_from([2, 4]),
+        kv_heads=st.sampled_from([1, 2]),
+        head_dim=st.integers(16, 40),
+        causal=st.booleans(),
+        dtype=st.just(F32),
+    ),
+    dropout_p=st.sampled_from([0.0, 0.25]),
+    documents=st.booleans(),
+)
+def test_kernels_and_definition_agree_at_any_size(case, dropout_p, documents):
+    """With dropout, with documents (one of which runs into the next sequence), with queries that see no key."""
+    case = case._replace(seq_k=case.seq_q) if documents else case
+    inputs, total = draw(case, KERNEL_DEVICE), case.batch * case.seq_q
+    cuts = torch.tensor([0, total // 3, total // 2, total], device=KERNEL_DEVICE)
+    bounds = document_bounds(cuts, case.batch, case.seq_q) if documents else None
+    numbers = dropout.draw(case.batch, case.heads, case.seq_q, case.seq_k, inputs[0].device)
+    options = numbers, bounds, case.causal, 0.2, dropout_p
+    for got, want in zip(both_passes(launch, inputs, *options), both_passes(definition, inputs, *options), strict=True):
+        torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-4)
+
+
+def test_dropout_has_the_gradient_of_the_mask_it_drew():
+    inputs = draw(Case(batch=1, seq_q=150, seq_k=150, dtype=torch.float64), "cpu")
+    torch.manual_seed(5)
+    keep = dropout.keep_mask(dropout.draw(1, 2, 150, 150, "cpu"), 150, range(150), range(150), 0.3)
+    torch.manual_seed(5)
+    got = outcome(lambda q, k, v: flash1(q, k, v, causal=True, scale=0.1, dropout_p=0.3), *inputs)
+    want = outcome(
+        lambda q, k, v: standard_attention(q, k, v, causal=True, scale=0.1, dropout_p=0.3, keep=keep), *inputs
+    )
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_operators_are_well_formed_and_compile(device):
+    q, k, v, dout = draw(Case(seq_q=40, seq_k=40, dtype=F32), device)
+    options = dropout.draw(2, 2, 40, 40, q.device), None, True, 0.125, 0.1
+    checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(torch.ops.flash1.forward.default, (q, k, v, *options), test_utils=checks)
+    out, l, m = torch.ops.flash1.forward(q, k, v, *options)
+    torch.library.opcheck(torch.ops.flash1.backward.default, (dout, q, k, v, out, l, m, *options), test_utils=checks)
+    attend = lambda q, k, v: flash1(q * 2, k, v, causal=True, scale=0.2)  # noqa: E731
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager" if device == "cpu" else "inductor")
+    torch.testing.assert_close(outcome(compiled, q, k, v, dout), outcome(attend, q, k, v, dout))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+def test_rows_that_come_and_go_through_memory_are_whole(head_dim):
+    """Many tiles of keys, for which O, l, m and dQ go to memory and come back; in bf16 against fp64."""
+    case = Case(batch=2, seq_q=1500, seq_k=1500, heads=4, kv_heads=2, head_dim=head_dim, dtype=BF16)
+    inputs = draw(case, "cuda")
+    got = both_passes(launch, inputs, None, None, True, head_dim**-0.5, 0.0)
+    assert_as_accurate(case, got, inputs)
+
+
+def test_refuses_what_it_cannot_do():
+    q, k, v, _ = draw(Case()._replace(head_dim=8), "cpu")
+    with pytest.raises(ValueError, match="flash1 takes head sizes from 16 to 256"):
+        flash1(q, k, v, causal=True, scale=1.0)
