@@ -6,35 +6,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 from playwright.sync_api import Browser, sync_playwright
 
-from conf.schema import Config
-from data.config import DataConfig
-from model.attention import AttentionConfig
-from trainer.loggers import JsonlLogger
-
-Writer = Callable[..., Path]
+from tests.bench.report.made_up import save_run
 
 
 @pytest.fixture
-def write_run(tmp_path) -> Writer:
-    """Writes a run's metrics.jsonl, from metrics by step of 100 tokens, and its config.yaml."""
-
-    def write(name: str, metrics: dict[int, dict], attention: str = "flash2", **train: int) -> Path:
-        folder = tmp_path / "runs" / name
-        log = JsonlLogger(folder / "metrics.jsonl")
-        for step, of_step in metrics.items():
-            log.log(step, 100 * step, of_step)
-        log.close()
-        config = Config(
-            attention=AttentionConfig(name=attention), data=DataConfig(name="tokens", dir="tokens", tokenizer="byte")
-        )
-        vars(config.train).update(train)
-        OmegaConf.save(OmegaConf.structured(config), folder / "config.yaml")
-        return folder
-
-    return write
+def write_run(tmp_path) -> Callable[..., Path]:
+    """save_run, for names below one folder."""
+    return lambda name, *metrics, **settings: save_run(tmp_path / "runs" / name, *metrics, **settings)
 
 
 @pytest.fixture(scope="session")
