@@ -25,6 +25,7 @@ class Table(NamedTuple):
     rows: list[list[Cell]]
 
     def is_numeric(self, column: int) -> bool:
+        """Whether a column is set to the right, as numbers are."""
         return any(row[column].order is not None for row in self.rows)
 
 
