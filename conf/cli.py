@@ -4,6 +4,7 @@ import difflib
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import (
     ConfigAttributeError,
@@ -32,32 +34,42 @@ def launch(
 
     A UserError, and whatever Hydra refuses, ends the program with one sentence on stderr and status 2. The value of the
     key `literal` is taken from the command line as it stands, free text being no business of Hydra's grammar. `short`
-    are names that stand for longer ones.
+    are names that stand for longer ones. A job of a sweep that fails does not keep the others from running.
     """
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra then raises what it would otherwise print at length
     schema.register()
     texts = [argument for argument in sys.argv[1:] if literal and argument.startswith(f"{literal}=")]
     sys.argv[1:] = [_full_name(argument, short or {}) for argument in sys.argv[1:] if argument not in texts]
+    failed: list[str] = []  # jobs of a sweep
 
     @hydra.main(version_base="1.3", config_path=str(Path(__file__).parent), config_name=config_name)
     def job(config: DictConfig) -> None:
-        # What is refused ends the program here, or Hydra would print the overrides before the sentence.
+        # What is refused ends the program here, or Hydra would print the overrides before the sentence. In a sweep
+        # nothing is raised, as Hydra would skip what comes after the jobs.
         try:
             typed = to_typed(config)
             for text in texts:
                 setattr(typed, literal, text.partition("=")[2])
             run(typed)
-        except UserError as error:
+        except (UserError, OmegaConfBaseException) as error:
             _remove_if_empty(output_dir())
-            _refuse(str(error))
-        except OmegaConfBaseException as error:
-            _remove_if_empty(output_dir())
-            _refuse(explain(error))
+            sentence = explain(error) if isinstance(error, OmegaConfBaseException) else str(error)
+            if not is_sweep():
+                _refuse(sentence)
+            failed.append(output_dir().name)
+            print(f"error: {sentence} (job {job_name()})", file=sys.stderr)
+        except Exception:
+            if not is_sweep():
+                raise
+            failed.append(output_dir().name)
+            print(f"error: the job {job_name()} broke off:\n{traceback.format_exc()}", file=sys.stderr)
 
     try:
         job()
     except (HydraException, OmegaConfBaseException) as error:
         _refuse(explain(error))
+    if failed:
+        _refuse(f"of the sweep these jobs failed, as told above: {', '.join(failed)}")
 
 
 def _full_name(argument: str, short: dict[str, str]) -> str:
@@ -82,6 +94,16 @@ def _refuse_added_keys(node: DictConfig, prefix: str = "") -> None:
             raise UserError(_no_setting(f"{prefix}{key}", known))
         if not OmegaConf.is_missing(node, key) and is_dataclass(OmegaConf.get_type(node, key)):
             _refuse_added_keys(node[key], f"{prefix}{key}.")
+
+
+def is_sweep() -> bool:
+    """Whether this is a job of python train.py -m."""
+    return HydraConfig.get().mode == RunMode.MULTIRUN
+
+
+def job_name() -> str:
+    """The folder of this job of a sweep, and its settings as the command line has them."""
+    return f"{output_dir().name}: {' '.join(HydraConfig.get().overrides.task)}"
 
 
 def output_dir() -> Path:

@@ -5,13 +5,13 @@ import re
 import shutil
 from pathlib import Path
 
-from bench.report import README, RESULTS, fill, parity_picture
+from bench.report.readme import README, RESULTS, fill, parity_picture
 
 ROOT = Path(__file__).parents[1]
 
 
 def test_tables_are_those_of_the_results():
-    assert fill(README.read_text()) == README.read_text(), "run python -m bench.report"
+    assert fill(README.read_text()) == README.read_text(), "run python -m bench.report --readme"
 
 
 def test_a_changed_result_changes_the_table(tmp_path):

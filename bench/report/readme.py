@@ -1,15 +1,14 @@
-"""Tables and pictures of the README, made from bench/results: python -m bench.report [--check]."""
+"""Tables and pictures of the README, made from bench/results: python -m bench.report --readme [--check]."""
 
-import argparse
 import json
 import math
-import sys
 from pathlib import Path
 
 import matplotlib
 import matplotlib.pyplot as plt
 
 from bench.environment import ROOT
+from errors import UserError
 
 matplotlib.use("svg")  # draws without a screen
 matplotlib.rcParams["svg.hashsalt"] = "gpt2-flash"  # the same picture from the same numbers
@@ -143,17 +142,16 @@ def fill(text: str, results: Path = RESULTS) -> str:
     return text
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.report", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="change nothing; fail where the README would change")
-    check = parser.parse_args().check
+def rewrite(check: bool) -> None:
+    """Brings the README and its pictures up to date with bench/results; only looks, if it is a `check`.
+
+    Raises:
+        UserError: the README checked differs from bench/results.
+    """
     old = README.read_text()
     new = fill(old)
-    if check:
-        sys.exit(0 if new == old else "README.md differs from bench/results; run python -m bench.report")
-    README.write_text(new)
-    parity_picture(RESULTS, RESULTS / "h200" / "parity.svg")
-
-
-if __name__ == "__main__":
-    main()
+    if not check:
+        README.write_text(new)
+        parity_picture(RESULTS, RESULTS / "h200" / "parity.svg")
+    elif new != old:
+        raise UserError("README.md differs from bench/results; run python -m bench.report --readme")

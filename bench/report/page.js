@@ -1,0 +1,108 @@
+"use strict";
+
+const page = JSON.parse(document.getElementById("data").textContent);
+const view = { x: "tokens", logx: false, logy: false, hidden: new Set() };
+
+function trace(chart, run, number) {
+  const { rows, values } = run.y[chart.key] ?? { rows: [], values: [] };
+  const x = run.x[view.x];
+  const shown = x.length ? rows : []; // a run that timed nothing has no place on the axis of time
+  return {
+    x: shown.map((row) => x[row]),
+    y: x.length ? values : [],
+    name: run.label,
+    visible: !view.hidden.has(number),
+    mode: shown.length > 60 ? "lines" : "lines+markers",
+    line: { color: run.colour, dash: run.dash, width: 1.8 },
+    marker: { size: 4 },
+    hovertemplate: `%{y:${chart.hover}}  %{fullData.name}<extra></extra>`,
+  };
+}
+
+function layout(chart) {
+  const titles = { tokens: "tokens", step: "optimizer steps", time: `${page.unit} of training` };
+  return {
+    xaxis: {
+      title: { text: titles[view.x], standoff: 8 },
+      type: view.logx ? "log" : "linear",
+      hoverformat: view.x === "time" ? ",.2f" : ",d",
+      spikedash: "solid",
+      zeroline: false,
+      nticks: 7,
+    },
+    yaxis: {
+      type: view.logy ? "log" : "linear",
+      rangemode: chart.from_zero ? "tozero" : "normal",
+      tickformat: chart.ticks,
+      zeroline: false,
+      nticks: 6,
+      automargin: true,
+    },
+    uirevision: [view.x, view.logx, view.logy].join(), // a zoom outlives hiding a run, not another axis
+    hovermode: "x unified",
+    hoverdistance: 40,
+    showlegend: false,
+    margin: { l: 44, r: 8, t: 8, b: 40 },
+    font: { family: "system-ui, sans-serif", size: 12 },
+    paper_bgcolor: "transparent",
+    plot_bgcolor: "transparent",
+  };
+}
+
+/** Lets the style of print scale the drawing, which plotly sizes in pixels. */
+function makeScalable(chart) {
+  for (const drawing of chart.querySelectorAll(".main-svg")) {
+    const [width, height] = [drawing.getAttribute("width"), drawing.getAttribute("height")];
+    drawing.setAttribute("viewBox", `0 0 ${width} ${height}`);
+    chart.style.setProperty("--shape", `${width} / ${height}`);
+  }
+}
+
+function draw() {
+  for (const element of document.querySelectorAll(".chart")) {
+    const chart = page.charts.find(({ key }) => key === element.dataset.key);
+    const isNew = !element.data;
+    Plotly.react(element, page.runs.map((run, number) => trace(chart, run, number)), layout(chart), {
+      displayModeBar: false,
+      responsive: true,
+    });
+    if (isNew) element.on("plotly_afterplot", () => makeScalable(element));
+    makeScalable(element);
+  }
+}
+
+/** Sorts by a column: numbers by size, then words; what is missing stays last. A second click turns it round. */
+function sortBy(header) {
+  const descending = header.ariaSort === "ascending";
+  for (const other of header.parentElement.children) other.removeAttribute("aria-sort");
+  header.setAttribute("aria-sort", descending ? "descending" : "ascending");
+  const body = header.closest("table").tBodies[0];
+  const rank = (cell) => ("order" in cell.dataset ? 0 : cell.textContent === "-" ? 2 : 1);
+  const ordered = [...body.rows].sort((one, other) => {
+    const [a, b] = [one.cells[header.cellIndex], other.cells[header.cellIndex]];
+    const order = rank(a) ? a.textContent.localeCompare(b.textContent) : a.dataset.order - b.dataset.order;
+    return rank(a) - rank(b) || (descending ? -order : order);
+  });
+  body.append(...ordered);
+}
+
+for (const input of document.querySelectorAll("#controls input")) {
+  input.addEventListener("change", () => {
+    view[input.name] = input.type === "radio" ? input.value : input.checked;
+    draw();
+  });
+}
+
+document.querySelectorAll("#legend button").forEach((entry, number) => {
+  entry.addEventListener("click", () => {
+    const hides = view.hidden.has(number) ? !view.hidden.delete(number) : !!view.hidden.add(number);
+    entry.setAttribute("aria-pressed", !hides);
+    draw();
+  });
+});
+
+for (const header of document.querySelectorAll("th")) {
+  header.querySelector("button").addEventListener("click", () => sortBy(header));
+}
+
+draw();

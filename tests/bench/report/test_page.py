@@ -1,0 +1,205 @@
+"""The page, opened and used in headless Chromium."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from bench.report.page import write_page
+from bench.report.runs import read_runs
+from bench.report.tables import read_results
+from tests.bench.report.made_up import save_run
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> %{x} &lt;"
+WINDOW = {"width": 1200, "height": 900}
+
+
+def metrics(steps: int, loss: float) -> dict[int, dict]:
+    """Ten steps a row, a validation every second row."""
+    rows = {}
+    for step in range(10, steps + 1, 10):
+        now = loss + 5 / step
+        rows[step] = {"train/loss": now, "train/perplexity": math.exp(now), "perf/step_ms": 100 * loss}
+        rows[step] |= {"perf/tokens_per_second": 1000 / loss, "perf/tflops": 2.5, "memory/peak_rss_gib": loss}
+        if step % 20 == 0:
+            rows[step] |= {"val/loss": now, "val/perplexity": math.inf if step == 60 else math.exp(now)}
+    return rows
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory) -> Path:
+    """Of three ordinary runs, one with a single row, one without any, and one that somebody named with care."""
+    folder = tmp_path_factory.mktemp("report")
+    runs = [
+        save_run(folder / "naive", metrics(200, 3.0), "naive"),
+        save_run(folder / "sdpa", metrics(200, 3.1), "sdpa"),
+        save_run(folder / "flash2", metrics(100, 3.2), max_steps=100),
+        save_run(folder / "short", metrics(10, 3.3)),
+        save_run(folder / "empty", {}),
+        save_run(folder / HOSTILE, metrics(200, 3.4)),
+    ]
+    config = runs[-1] / "config.yaml"
+    config.write_text(config.read_text().replace("project: gpt2-flash", f"project: {json.dumps(HOSTILE)}"))
+    (folder / "results.json").write_text(json.dumps({"environment": {"gpu": HOSTILE}, "rows": [{HOSTILE: HOSTILE}]}))
+    out = folder / "report.html"
+    write_page(read_runs(list(map(str, runs))), read_results(str(folder)), out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def opened(browser, report) -> tuple[Page, list[str]]:
+    """The report in a window, and what it asks of the network or complains of."""
+    page, noise = browser.new_page(viewport=WINDOW), []
+    page.on("request", lambda request: noise.append(request.url))
+    page.on("console", lambda message: noise.append(message.text))
+    page.on("pageerror", lambda error: noise.append(str(error)))
+    page.on("dialog", lambda dialog: noise.append(dialog.message) or dialog.dismiss())
+    page.goto(report.as_uri())
+    yield page, noise
+    page.close()
+
+
+@pytest.fixture
+def page(opened, report) -> Page:
+    """The one window of all tests, as opening it takes seconds; each leaves it as it was."""
+    page, noise = opened
+    yield page
+    page.emulate_media(media="screen", color_scheme="light")
+    page.set_viewport_size(WINDOW)
+    assert noise == [report.as_uri()]
+
+
+def chart(page: Page, key: str = "train/loss"):
+    return page.locator(f".chart[data-key='{key}']")
+
+
+def axis(page: Page, name: str, key: str = "train/loss") -> dict:
+    return chart(page, key).evaluate(f"element => element.layout.{name}")
+
+
+def curves(page: Page) -> list[int]:
+    """How many curves each chart shows."""
+    return page.locator(".chart").evaluate_all(
+        "all => all.map(one => one.querySelectorAll('.scatterlayer .trace').length)"
+    )
+
+
+def place(page: Page, x: float, y: float) -> tuple[float, float]:
+    """A place in the first chart, in fractions of its plot, as one of the window."""
+    area = chart(page).locator(".nsewdrag").bounding_box()
+    return area["x"] + x * area["width"], area["y"] + y * area["height"]
+
+
+def test_pointing_shows_every_runs_value_there(page):
+    page.mouse.move(*place(page, 0.5, 0.5))
+    shown = chart(page).locator(".hoverlayer")
+    expect(shown).to_contain_text("11,000")
+    for words in ("3.0455  naive", "3.1455  sdpa", f"3.4455  {HOSTILE}"):
+        expect(shown).to_contain_text(words)
+
+
+def test_a_click_on_a_run_hides_it_in_every_chart_and_another_shows_it(page):
+    before = curves(page)
+    entry = page.locator("#legend button", has_text="naive").first
+    entry.click()
+    assert curves(page) == [count - 1 for count in before]
+    assert entry.get_attribute("aria-pressed") == "false"
+    page.emulate_media(media="print")
+    expect(entry).to_be_hidden()
+    page.emulate_media(media="screen")
+    entry.click()
+    assert curves(page) == before and entry.get_attribute("aria-pressed") == "true"
+
+
+def test_axes_become_logarithmic_and_linear_again(page):
+    for name in ("x", "y"):
+        switch = page.locator("#controls label", has=page.locator(f"[name=log{name}]"))
+        for wanted in ("log", "linear"):
+            switch.click()
+            kinds = page.locator(".chart").evaluate_all(f"all => all.map(one => one.layout.{name}axis.type)")
+            assert set(kinds) == {wanted}
+
+
+def test_curves_are_drawn_over_tokens_steps_and_time(page):
+    ends = {}
+    for over in ("steps", "time", "tokens"):
+        page.locator("#controls label", has_text=over).click()
+        title = axis(page, "xaxis.title.text")
+        ends[title] = chart(page).evaluate("element => element.data.map(curve => curve.x.at(-1))")
+    naive, sdpa, flash2, short = (0, 1, 2, 3)
+    assert [ends["tokens"][run] for run in (naive, flash2, short)] == [20000, 10000, 1000]
+    assert [ends["optimizer steps"][run] for run in (naive, flash2, short)] == [200, 100, 10]
+    times = ends["seconds of training"]
+    assert [times[run] for run in (naive, sdpa, flash2)] == pytest.approx([60, 62, 32])
+
+
+def test_dragging_zooms_and_a_hidden_run_leaves_the_zoom(page):
+    whole = axis(page, "xaxis.range")
+    page.mouse.move(*place(page, 0.3, 0.3))
+    page.mouse.down()
+    page.mouse.move(*place(page, 0.6, 0.7))
+    page.mouse.up()
+    zoomed = axis(page, "xaxis.range")
+    width = whole[1] - whole[0]
+    assert zoomed == pytest.approx([whole[0] + 0.3 * width, whole[0] + 0.6 * width], abs=0.01 * width)
+    for _ in ("hidden", "shown"):
+        page.locator("#legend button", has_text="sdpa").click()
+        assert axis(page, "xaxis.range") == zoomed
+    page.mouse.dblclick(*place(page, 0.5, 0.5))
+    assert axis(page, "xaxis.range") == pytest.approx(whole)
+
+
+def test_a_metric_that_was_not_finite_is_a_gap(page):
+    values = chart(page, "val/perplexity").evaluate("element => element.data[0].y")
+    assert len(values) == 10 and values[2] is None and None not in values[:2] + values[3:]
+
+
+def test_charts_are_those_of_the_metrics_there_are(page):
+    captions = page.locator("figcaption").all_inner_texts()
+    assert not any("utilisation" in caption or "GPU" in caption for caption in captions)
+    assert len(captions) == len(page.locator(".chart").all()) == 7
+
+
+def test_settings_that_differ_stand_alone_and_the_others_are_folded_away(page):
+    table = page.locator("#settings > .scroll th")
+    assert table.all_inner_texts() == ["run", "attention.name", "train.max_steps", "wandb.project"]
+    expect(page.locator("#settings > .scroll")).to_contain_text(HOSTILE)
+    shared = page.locator("#settings details")
+    expect(shared.get_by_text("model.context_length")).to_be_hidden()
+    shared.locator("summary").click()
+    expect(shared.get_by_text("model.context_length")).to_be_visible()
+    shared.locator("summary").click()
+
+
+def test_a_click_on_a_column_sorts_by_it(page):
+    def column(number: int) -> list[str]:
+        return page.locator(f"#summary td:nth-child({number})").all_inner_texts()
+
+    names = page.locator("#summary th").all_inner_texts()
+    speed = page.locator("#summary th button", has_text="tokens/s")
+    number = names.index("tokens/s") + 1
+    speed.click()
+    assert column(number) == ["294", "303", "312", "323", "333", "-"], "what is missing stays last"
+    speed.click()
+    assert column(number) == ["333", "323", "312", "303", "294", "-"]
+
+
+def test_paper_gets_whole_charts_in_black_on_white_without_controls(page):
+    page.emulate_media(media="print", color_scheme="dark")
+    expect(page.locator("#controls")).to_be_hidden()
+    colours = page.evaluate("[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]")
+    assert colours == ["rgb(0, 0, 0)", "rgb(255, 255, 255)"]
+    page.set_viewport_size({"width": 680, "height": 1000})  # A4 without its margins
+    for drawing in page.locator(".chart .main-svg").all():
+        box, figure = drawing.bounding_box(), drawing.locator("xpath=ancestor::figure").bounding_box()
+        assert box["x"] >= figure["x"] and box["x"] + box["width"] <= figure["x"] + figure["width"] + 1 <= 681
+        assert box["y"] + box["height"] <= figure["y"] + figure["height"] + 1
+    assert page.evaluate("document.documentElement.scrollWidth") <= 680
+
+
+def test_dark_screens_get_a_dark_page(page):
+    page.emulate_media(color_scheme="dark")
+    expect(page.locator("body")).to_have_css("background-color", "rgb(21, 23, 26)")
+    expect(chart(page).locator(".xtick text").first).to_have_css("fill", "rgb(150, 156, 165)")

@@ -1,0 +1,93 @@
+"""Runs are found wherever train.py may have left them, and read however they ended."""
+
+import math
+
+import pytest
+
+from bench.report.runs import differing, in_common, read_runs
+from errors import UserError
+
+LOSS = {"train/loss": 3.0}
+
+
+@pytest.fixture
+def outputs(write_run, tmp_path, monkeypatch):
+    for name in ("10_naive", "2_sdpa", "old/a", "old/b"):
+        write_run(name, {1: LOSS})
+    (tmp_path / "runs" / "2_sdpa" / "checkpoints").mkdir()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "runs"
+
+
+@pytest.mark.parametrize(
+    ("places", "names"),
+    [
+        (["runs/old/b", "runs/old/a"], ["b", "a"]),
+        (["runs"], ["2_sdpa", "10_naive", "old/a", "old/b"]),
+        (["runs/*_*"], ["2_sdpa", "10_naive"]),
+        (["runs/*"], ["2_sdpa", "10_naive", "old/a", "old/b"]),
+        (["runs/old/b", "runs/old", "runs/old/../old/a"], ["b", "a"]),
+        (["runs/old/a"], ["a"]),
+    ],
+    ids=["folders as given", "a parent", "a glob", "a glob of parents", "each run once", "one"],
+)
+def test_runs_are_found(outputs, places, names):
+    assert [run.name for run in read_runs(places)] == names
+
+
+@pytest.mark.parametrize("place", ["nowhere", "runs/*_flash3", "", "runs/2_sdpa/checkpoints"])
+def test_a_place_without_runs_is_refused(outputs, place):
+    with pytest.raises(UserError, match=rf"runs={place.replace('*', '.')} .*(give folders|give a folder)"):
+        read_runs(["runs", place])
+
+
+def test_a_folder_whose_name_is_a_pattern_is_itself(write_run):
+    folder = write_run("lr[12]", {1: LOSS})
+    write_run("lr1", {1: LOSS})
+    assert [run.name for run in read_runs([str(folder)])] == ["lr[12]"]
+
+
+def test_what_a_killed_run_left_is_read(write_run):
+    folder = write_run("killed", {1: LOSS, 2: {"train/loss": math.nan}})
+    with open(folder / "metrics.jsonl", "a") as metrics:
+        metrics.write('{"step": 3, "tok')
+    (run,) = read_runs([str(folder)])
+    assert run.series("train/loss") == {0: 3.0, 1: None} and run.finite("train/loss") == [3.0]
+
+
+@pytest.mark.parametrize(
+    "line", ['{"step": 1, "tok', "[1]", '{"step": 1}', '{"step": 1, "tokens": 2, "val/loss": "x"}']
+)
+def test_a_line_in_the_midst_that_is_no_row_is_refused(write_run, line):
+    folder = write_run("broken", {1: LOSS})
+    path = folder / "metrics.jsonl"
+    path.write_text(path.read_text() + line + "\n" + path.read_text())
+    with pytest.raises(UserError, match=r"metrics\.jsonl has no row of metrics in line 2; remove"):
+        read_runs([str(folder)])
+
+
+def test_a_broken_configuration_is_refused_and_a_missing_one_unknown(write_run):
+    folder = write_run("a", {1: LOSS})
+    (folder / "config.yaml").write_text("train: [")
+    with pytest.raises(UserError, match=r"config\.yaml is no configuration"):
+        read_runs([str(folder)])
+    (folder / "config.yaml").unlink()
+    assert read_runs([str(folder)])[0].settings == {}
+
+
+def test_training_time_is_that_of_the_steps_alone(write_run):
+    """Windows end at steps 10 and 20; an evaluation at 15 lies in the second."""
+    timed = {step: LOSS | {"perf/step_ms": ms} for step, ms in ((10, 100.0), (20, 200.0))}
+    rows = {10: timed[10], 15: {"val/loss": 3.0}, 20: timed[20], 22: LOSS}
+    runs = read_runs([str(write_run("timed", rows)), str(write_run("not", {1: LOSS}))])
+    assert runs[0].seconds() == pytest.approx([1.0, 2.0, 3.0, 3.4])
+    assert runs[1].seconds() == []
+
+
+def test_settings_differ_only_where_they_are_known(write_run):
+    folders = [write_run(name, {1: LOSS}, attention=name, max_steps=7) for name in ("naive", "sdpa", "flash2")]
+    (folders[2] / "config.yaml").unlink()
+    runs = read_runs(list(map(str, folders)))
+    assert differing(runs) == ["attention.name"]
+    shared = in_common(runs)
+    assert shared["train.max_steps"] == "7" and shared["wandb.tags"] == "[]" and "attention.name" not in shared
