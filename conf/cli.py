@@ -12,6 +12,7 @@ from typing import Any
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import (
     ConfigAttributeError,
@@ -87,6 +88,17 @@ def _refuse_added_keys(node: DictConfig, prefix: str = "") -> None:
 def output_dir() -> Path:
     """The folder of this run's outputs."""
     return Path(HydraConfig.get().runtime.output_dir)
+
+
+def sweep_name() -> str | None:
+    """The name of the folder of this run's sweep; None for a run on its own."""
+    config = HydraConfig.get()
+    return Path(config.sweep.dir).resolve().name if config.mode == RunMode.MULTIRUN else None
+
+
+def chosen(group: str) -> str:
+    """Which of the YAML files of a configuration group this run took, such as gpt2 of `model`."""
+    return HydraConfig.get().runtime.choices[group]
 
 
 def _remove_if_empty(folder: Path) -> None:
