@@ -5,14 +5,14 @@ import math
 import os
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from conf.cli import launch, output_dir
+from conf.cli import chosen, launch, output_dir, sweep_name
 from conf.schema import Config, TrainConfig
 from data.loader import TrainLoader, document_cuts, validation_batches
 from data.tokenizers import end_of_text, get_tokenizer
@@ -27,7 +27,7 @@ from trainer.checkpoint import Checkpoints, State
 from trainer.evaluation import score
 from trainer.flops import model_flops_per_token, peak_flops
 from trainer.loading import load_model
-from trainer.loggers import Loggers, start_loggers
+from trainer.loggers import Loggers, WandbConfig, start_loggers
 from trainer.meters import ThroughputMeter
 from trainer.optimizer import build_optimizer, learning_rate, optimizer_step
 from trainer.precision import Compute, choose_compute
@@ -61,7 +61,7 @@ def train(config: Config) -> None:
         state = TrainState(model, optimizer, compute.grad_scaler(), loader, tokens.tokenizer, config=asdict(config))
         if resumed:
             state.load_state_dict(resumed)
-        with open_logs(config, folder, resumed) as log, StopRequest() as stop:
+        with open_logs(config, compute, folder, resumed) as log, StopRequest() as stop:
             OmegaConf.save(OmegaConf.structured(config), folder / "config.yaml")
             log.message(describe(config, compute, state, tokens))
             path = loop(config, compute, state, tokens, checkpoints, log, stop)
@@ -300,14 +300,22 @@ def build_loader(config: Config, compute: Compute, tokens: TokenSet, model: GPT2
     )
 
 
-def open_logs(config: Config, folder: Path, resumed: State | None) -> Loggers:
+def open_logs(config: Config, compute: Compute, folder: Path, resumed: State | None) -> Loggers:
     return start_loggers(
         folder,
         max_steps=config.train.max_steps,
-        wandb=config.wandb,
+        wandb=label(config, compute),
         run_config=asdict(config),
         resumed_step=resumed["step"] if resumed else None,
     )
+
+
+def label(config: Config, compute: Compute) -> WandbConfig:
+    """The settings of wandb, with a group and tags by which variants compare where the user names none."""
+    group, tags = config.wandb.group, config.wandb.tags
+    if tags is None:
+        tags = [config.attention.name, chosen("model"), config.data.name, compute.precision]
+    return replace(config.wandb, group=sweep_name() if group is None else group, tags=tags)
 
 
 def compile_model(model: GPT2, settings: TrainConfig, compute: Compute) -> nn.Module:

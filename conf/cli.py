@@ -111,6 +111,17 @@ def output_dir() -> Path:
     return Path(HydraConfig.get().runtime.output_dir)
 
 
+def sweep_name() -> str | None:
+    """The name of the folder of this run's sweep; None for a run on its own."""
+    config = HydraConfig.get()
+    return Path(config.sweep.dir).resolve().name if config.mode == RunMode.MULTIRUN else None
+
+
+def chosen(group: str) -> str:
+    """Which of the YAML files of a configuration group this run took, such as gpt2 of `model`."""
+    return HydraConfig.get().runtime.choices[group]
+
+
 def _remove_if_empty(folder: Path) -> None:
     if folder.is_dir() and not any(folder.iterdir()):
         folder.rmdir()

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 from types import TracebackType
@@ -44,10 +44,10 @@ class WandbConfig:
     """Name of the run; None lets wandb invent one."""
 
     group: str | None = None
-    """Group of runs to show together."""
+    """Group of runs to show together; None is the name of the sweep's folder, or no group outside a sweep."""
 
-    tags: list[str] = field(default_factory=list)
-    """Tags to find the run by."""
+    tags: list[str] | None = None
+    """Tags to find the run by; None names its attention, model, corpus and precision."""
 
     entity: str | None = None
     """User or team that owns the project; None is wandb's default for the account."""
@@ -251,7 +251,7 @@ class WandbLogger(Logger):
             action(self._run)
         except Exception as error:
             self._run = None
-            self._on_failure(f"wandb failed and is off from here on; metrics.jsonl goes on ({_first_line(error)})")
+            self._on_failure(f"wandb failed and is off from here on; metrics.jsonl goes on ({first_line(error)})")
 
 
 # Left to itself wandb takes up to 90 s to start and any time at all to finish.
@@ -261,7 +261,7 @@ FINISH_TIMEOUT_S = 60.0
 
 
 def _start_wandb_run(config: WandbConfig, run_config: dict[str, Any], folder: Path) -> Any:
-    import wandb  # only here: a run without wandb does not pay for its import
+    import wandb  # here and not above: a run without wandb does not pay for its import
 
     folder.mkdir(parents=True, exist_ok=True)  # wandb writes elsewhere, with a warning, when it is missing
     try:
@@ -274,8 +274,8 @@ def _start_wandb_run(config: WandbConfig, run_config: dict[str, Any], folder: Pa
             finish_timeout=FINISH_TIMEOUT_S,
             finish_timeout_raises=True,
         )
-        if config.mode == "online":
-            _refuse_unusable_server(wandb, settings)
+        if config.mode == "online" and (problem := server_problem(settings)):
+            raise UserError(f"wandb.mode=online finds {problem}, or set wandb.mode=offline")
         run = wandb.init(
             project=config.project,
             name=config.name,
@@ -292,25 +292,25 @@ def _start_wandb_run(config: WandbConfig, run_config: dict[str, Any], folder: Pa
         raise
     except Exception as error:
         raise UserError(
-            f"wandb.mode={config.mode} could not start a run ({_first_line(error)}); mend that, "
+            f"wandb.mode={config.mode} could not start a run ({first_line(error)}); mend that, "
             f"or set wandb.mode={'offline' if config.mode == 'online' else 'disabled'}"
         ) from error
     return run
 
 
-def _refuse_unusable_server(wandb: Any, settings: Any) -> None:
-    """UserError without credentials or without the server: wandb would prompt for the one and wait for the other."""
+def server_problem(settings: Any) -> str | None:
+    """What is missing to use the server of these wandb.Settings, and the remedy; None if nothing is.
+
+    Left to itself wandb would prompt for credentials, and wait for a server.
+    """
+    import wandb  # as in _start_wandb_run
+
     server = wandb.setup(settings).settings.base_url
     if not wandb.login(prompt=False, verify=False):
-        raise UserError(
-            f"wandb.mode=online finds no credentials for {server}; run `wandb login`, set WANDB_API_KEY, "
-            "or set wandb.mode=offline"
-        )
+        return f"no credentials for {server}; run `wandb login` or set WANDB_API_KEY"
     if not _answers(server):
-        raise UserError(
-            f"wandb.mode=online gets no answer from {server}; mend the network, the proxy or WANDB_BASE_URL, "
-            "or set wandb.mode=offline"
-        )
+        return f"no answer from {server}; mend the network, the proxy or WANDB_BASE_URL"
+    return None
 
 
 def _answers(server: str) -> bool:
@@ -336,7 +336,8 @@ def _answers(server: str) -> bool:
     return answered.is_set()
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """The kind of an error and the first line of what it says."""
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 

@@ -36,9 +36,14 @@ class Compute:
         """Scales the loss for fp16, whose gradients would underflow; does nothing for other dtypes."""
         return torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
 
+    @property
+    def precision(self) -> str:
+        """bf16, fp16 or fp32."""
+        return next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
+
     def __str__(self) -> str:
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
-        return f"{name}, {next(name for name, dtype in DTYPES.items() if dtype == self.dtype)}"
+        return f"{name}, {self.precision}"
 
 
 def choose_compute(device: str, precision: PrecisionConfig) -> Compute:

@@ -12,7 +12,10 @@ import pytest
 from rich.console import Console
 
 from errors import UserError
+from tests import e2e, offline_wandb
 from trainer.loggers import ConsoleLogger, JsonlLogger, Pace, WandbConfig, WandbLogger, start_loggers
+
+pytest_plugins = ["tests.e2e"]
 
 ROOT = Path(__file__).parents[2]
 OFF = WandbConfig(mode="disabled")
@@ -224,6 +227,31 @@ def test_offline_writes_a_run_below_the_output_folder_and_nowhere_else(tmp_path)
     assert not (tmp_path / "wandb").exists()
     assert "wandb" not in out, "wandb talks on the console"
     assert seconds < 15
+
+
+def test_an_offline_sweep_reads_back_as_it_was_logged(workplace):
+    sweep = ("-m", "attention=naive,sdpa", "hydra.sweep.dir=sweeps/two")
+    e2e.run("train.py", *sweep, *e2e.TINY, "wandb.mode=offline").ok()
+    for folder, attention in (("sweeps/two/0_naive", "naive"), ("sweeps/two/1_sdpa", "sdpa")):
+        kept = offline_wandb.read(folder)
+        assert kept.history == e2e.rows(folder) and len(kept.history) == 5
+        assert kept.group == "two" and kept.tags == [attention, "gpt2-nano", "tokens", "fp32"]
+        assert kept.config["attention"]["name"] == attention and kept.config["model"]["context_length"] == 32
+        assert kept.step_metrics == {"tokens": "", "step": "", "*": "tokens"}
+    found = subprocess.run(
+        [sys.executable, "-m", "wandb", "sync", "--dry-run", *Path("sweeps").glob("two/*/wandb/offline-run-*")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "Would sync 2 run(s)" in found.stderr
+
+
+def test_a_group_and_tags_of_the_users_own_are_left_as_they_are(workplace):
+    e2e.train("named", "wandb.mode=offline", "train.max_steps=1", "wandb.group=mine", "wandb.tags=[]").ok()
+    e2e.train("alone", "wandb.mode=offline", "train.max_steps=1", "wandb.tags=[a,b]").ok()
+    named, alone = offline_wandb.read("named"), offline_wandb.read("alone")
+    assert (named.group, named.tags, alone.group, alone.tags) == ("mine", [], "", ["a", "b"])
 
 
 REFUSED_ONLINE = """if True:

@@ -1,0 +1,57 @@
+"""What a run wrote for `wandb sync`, in wandb's own records: wandb has no reader of them in Python."""
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+from wandb.proto.wandb_internal_pb2 import Record
+
+HEADER = b":W&B\xe1\xbe\x00"
+BLOCK = 2**15
+FULL, LAST = 1, 4
+
+
+def read(folder: Path | str) -> SimpleNamespace:
+    """The only offline run below the output folder of a training run.
+
+    `config`, `group` and `tags` are what it began with, `history` is a dict for each row, without what wandb adds, and
+    `step_metrics` tells against what metrics are plotted.
+    """
+    (path,) = Path(folder).glob("wandb/offline-run-*/run-*.wandb")
+    history, step_metrics, run = [], {}, None
+    for record in records(path.read_bytes()):
+        kind = record.WhichOneof("record_type")
+        if kind == "run" and run is None:
+            run = record.run
+        elif kind == "metric":
+            step_metrics[record.metric.name or record.metric.glob_name] = record.metric.step_metric
+        elif kind == "history":
+            history.append(values(record.history.item))
+    config = values(run.config.update)
+    return SimpleNamespace(
+        config=config, group=run.run_group, tags=list(run.tags), history=history, step_metrics=step_metrics
+    )
+
+
+def values(items) -> dict:
+    pairs = ((item.key or ".".join(item.nested_key), json.loads(item.value_json)) for item in items)
+    return {key: value for key, value in pairs if not key.startswith("_")}
+
+
+def records(data: bytes) -> Iterator[Record]:
+    """LevelDB's log format: blocks of chunks, each after its checksum, length and kind; a record may span several."""
+    assert data.startswith(HEADER)
+    position, parts = len(HEADER), b""
+    while position < len(data):
+        left = BLOCK - position % BLOCK
+        if left < 7:  # too little for a chunk
+            position += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, position)
+        parts += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (FULL, LAST):
+            yield Record.FromString(parts)
+            parts = b""
