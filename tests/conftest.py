@@ -2,6 +2,9 @@
 
 import os
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ["OMP_NUM_THREADS"] = "1"  # the tests run side by side, and threads of two that wait spin
+
 import torch
 
 if not torch.cuda.is_available():

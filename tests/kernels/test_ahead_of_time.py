@@ -11,7 +11,10 @@ from tests.e2e import ROOT, python_path
 from tests.kernels import ahead_of_time
 from tests.kernels.ahead_of_time import SHAPES, SHARED_MEMORY
 
-pytestmark = pytest.mark.timeout(900)  # three minutes on two cores that do nothing else, without a cache
+pytestmark = [
+    pytest.mark.timeout(900),  # three minutes on two cores that do nothing else, without a cache
+    pytest.mark.xdist_group("ahead of time"),  # one process compiles for all of them
+]
 
 
 @pytest.fixture(scope="module")

@@ -42,13 +42,13 @@ def test_kernels_are_as_accurate_as_math_attention(case):
     assert_as_accurate(case, got, inputs)
 
 
-@settings(max_examples=10, deadline=None, derandomize=True)
+@settings(max_examples=6, deadline=None, derandomize=True)
 @given(
     case=st.builds(
         Case,
         batch=st.integers(1, 2),
-        seq_q=st.integers(1, 150),
-        seq_k=st.integers(1, 150),
+        seq_q=st.integers(1, 140),
+        seq_k=st.integers(1, 140),
         heads=st.sampled_from([2, 4]),
         kv_heads=st.sampled_from([1, 2]),
         head_dim=st.integers(16, 40),

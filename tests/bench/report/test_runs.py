@@ -90,4 +90,4 @@ def test_settings_differ_only_where_they_are_known(write_run):
     runs = read_runs(list(map(str, folders)))
     assert differing(runs) == ["attention.name"]
     shared = in_common(runs)
-    assert shared["train.max_steps"] == "7" and shared["wandb.tags"] == "[]" and "attention.name" not in shared
+    assert shared["train.max_steps"] == "7" and shared["wandb.tags"] == "null" and "attention.name" not in shared
