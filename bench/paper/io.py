@@ -83,6 +83,14 @@ def flash1_moves(n: int, d: int, keys: int, backward_keys: int) -> Bytes:
     return {"forward": forward, "backward": backward}
 
 
+def flash1_keys(d: int) -> tuple[int, int]:
+    """Keys of a tile of flash1's kernels, forward and backward."""
+    from kernels.flash1.launch import tiles_for
+
+    forward, backward = tiles_for(d, torch.bfloat16)
+    return forward.n, backward.n
+
+
 def flash2_moves(n: int, d: int, arch: str) -> Bytes:
     """kernels/flash2 at the tiles it runs with.
 
@@ -108,12 +116,10 @@ def flash2_moves(n: int, d: int, arch: str) -> Bytes:
 
 def moves(variant: str, n: int, d: int, arch: str) -> Bytes | None:
     """What our code loads and stores; None of torch's."""
-    from kernels.flash1.launch import tiles_for as flash1_tiles
-
     counts = {
         "naive": lambda: naive_moves(n, d),
         "fused_softmax": lambda: standard(n, d),
-        "flash1": lambda: flash1_moves(n, d, *(tile.n for tile in flash1_tiles(d, torch.bfloat16))),
+        "flash1": lambda: flash1_moves(n, d, *flash1_keys(d)),
         "flash2": lambda: flash2_moves(n, d, arch),
     }
     return counts[variant]() if variant in counts else None

@@ -116,10 +116,11 @@ def measure(table: str, cell: dict, config: PaperConfig) -> list[dict]:
     """The rows of a cell from a process of its own; what ends it becomes a row, after those that it had measured."""
     command = [sys.executable, "-m", "bench.paper.cell", table]
     given = json.dumps({"cell": cell, "config": asdict(absolute(config))})
-    interpreter = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}  # Triton kernels run on a CPU in it
+    on_cpu = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}  # kernels run in the interpreter, and shapes are tiny
+    variables = environ | ({} if torch.cuda.is_available() else on_cpu)
     try:
         ended = subprocess.run(
-            command, input=given, cwd=ROOT, env=environ | interpreter, capture_output=True, text=True,
+            command, input=given, cwd=ROOT, env=variables, capture_output=True, text=True,
             timeout=config.timeout_s,
         )  # fmt: skip
     except subprocess.TimeoutExpired as late:

@@ -76,7 +76,7 @@ def markdown(rows: list[dict]) -> str:
     note = (
         "Milliseconds in bf16 with a causal mask, each first held to the fp64 reference. A slope is the exponent of "
         "the power of length, heads or batch that the milliseconds follow, by least squares of the logarithms: work "
-        "alone would make it 2, 1 and 1. `flash1` runs batch x heads programs, `flash2` as many for each tile of queries."
+        "alone would make it 2, 1 and 1. `flash1` runs batch x heads programs, `flash2` as many a tile of queries."
     )
     return "\n\n".join([*parts, note])
 
