@@ -25,6 +25,8 @@ LOOKS = {
     "fa3": ("FlashAttention-3", "#8c564b"),
     "flash1": ("flash1 (ours)", "#9467bd"),
     "flash2": ("flash2 (ours)", "#d62728"),
+    "block_sparse": ("block_sparse (ours)", "#aec7e8"),
+    "local": ("local (ours)", "#bcbd22"),
 }
 
 

@@ -106,7 +106,8 @@ def pictures(rows: list[dict], where: str) -> dict[str, Figure]:
     for axes, (model, context) in zip(grid, models, strict=True):
         base = speed_of(speeds.get((model, context, "huggingface")))
         ratios = [(speed_of(speeds.get((model, context, name))) or 0) / base if base else 0 for name in NAMES]
-        axes.bar_label(axes.bar(range(len(NAMES)), ratios, color="#d62728", label=where), fmt="%.2f", padding=2)
+        bars = axes.bar(range(len(NAMES)), ratios, color="#d62728", label=where)
+        axes.bar_label(bars, map(at_least, ratios), padding=2)
         theirs = [(i, PAPER[model, name][3]) for i, name in enumerate(NAMES) if (model, name) in PAPER]
         if theirs:
             axes.plot(*zip(*theirs, strict=True), "D", color="black", label="FlashAttention's table 2, 8 A100")

@@ -4,7 +4,7 @@ from matplotlib.figure import Figure
 
 from bench.paper import training
 from bench.paper.config import PaperConfig
-from bench.paper.text import at_least, at_most, figure_of, length_text, table
+from bench.paper.text import at_least, at_most, figure_of, label_lengths, table
 from bench.paper.training import by_label, days, speed_of
 
 TITLE = "FlashAttention's table 4: GPT-2 small with longer contexts"
@@ -61,11 +61,9 @@ def pictures(rows: list[dict], where: str) -> dict[str, Figure]:
         points = [(r["context_length"], speed_of(r)) for r in rows if r["attention"] == name and speed_of(r)]
         if points:
             axes.plot(*zip(*sorted(points), strict=True), "o-", color=colour, label=name)
-    contexts = sorted({row["context_length"] for row in rows})
-    axes.set_xticks(range(0))
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(contexts, map(length_text, contexts))
+    label_lengths(axes, rows, "context_length")
     axes.set(xlabel="context", ylabel="tokens/s", title=f"GPT-2 small, {where}")
+    axes.margins(y=0.1)
     axes.set_ylim(bottom=0)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)

@@ -206,8 +206,7 @@ def pictures(rows: list[dict], where: str) -> dict[str, Figure]:
         times.plot([row["ms"] or float("nan") for row in shown], "D", color="black", label="ms")
         times.set(ylabel="ms (diamonds)")
         times.set_ylim(bottom=0)
-        axes.spines[["top"]].set_visible(False)
-    axes.legend(frameon=False)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(BARS), frameon=False)
     return {"": figure}
 
 

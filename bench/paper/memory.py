@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from bench.cells import Cell
 from bench.charts import LOOKS
 from bench.paper.config import PaperConfig
-from bench.paper.text import length_text, table
+from bench.paper.text import label_lengths, length_text, table
 from bench.paper.variants import attend
 from bench.rows import empty_row
 from bench.timing import Gpu, recorded
@@ -92,15 +92,15 @@ def pictures(rows: list[dict], where: str) -> dict[str, Figure]:
     """What was measured as dots, the fits as lines."""
     figure = Figure(figsize=(6.5, 4.2), layout="constrained")
     axes = figure.subplots()
-    axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     for i, name in enumerate(dict.fromkeys(row["variant"] for row in rows)):
-        colour = LOOKS[name][1] if name in LOOKS else f"C{i}"
+        colour = LOOKS[name][1]
         if measured := points(rows, name):
-            axes.plot(*zip(*measured, strict=True), "o", color=colour, label=name)
+            axes.plot(*zip(*measured, strict=True), "o", color=colour, label=name, markersize=11 - i)  # may coincide
         if coefficients := fitted(rows, name):
             n = np.geomspace(measured[0][0], measured[-1][0], 100)
             axes.plot(n, (coefficients[0] * n + coefficients[1] * n**2) / 2**20, "-", color=colour, lw=1)
+    label_lengths(axes, rows)
     axes.set(xlabel="sequence length", ylabel="MiB beyond the inputs", title=f"Forward and backward, {where}")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)

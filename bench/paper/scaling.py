@@ -13,7 +13,7 @@ from bench.attention import measure as measure_attention
 from bench.cells import Cell
 from bench.charts import LOOKS
 from bench.paper.config import PaperConfig
-from bench.paper.text import table
+from bench.paper.text import label_lengths, table
 from bench.paper.variants import attend
 from bench.timing import Gpu
 
@@ -92,7 +92,7 @@ def pictures(rows: list[dict], where: str) -> dict[str, Figure]:
     """Milliseconds against each axis, both logarithmic; forward as lines, backward dashed."""
     figure = Figure(figsize=(12, 3.8), layout="constrained")
     for axes, (axis, name) in zip(figure.subplots(1, len(AXES)), AXES.items(), strict=True):
-        axes.set_xscale("log", base=2)
+        label_lengths(axes, [row for row in rows if row["grows"] == axis], axis)
         axes.set_yscale("log")
         for variant in VARIANTS:
             for pass_, line in (("forward", "o-"), ("backward", "o--")):
