@@ -60,10 +60,9 @@ def pictures(rows: list[dict], where: str) -> dict[str, Figure]:
     for name, colour in ((BASE, "#e377c2"), ("flash2", "#d62728")):
         points = [(r["context_length"], speed_of(r)) for r in rows if r["attention"] == name and speed_of(r)]
         if points:
-            axes.plot(*zip(*sorted(points), strict=True), "o-", color=colour, label=name)
+            axes.plot(*zip(*sorted(points), strict=True), "o-", color=colour, label=name, clip_on=False)
     label_lengths(axes, rows, "context_length")
     axes.set(xlabel="context", ylabel="tokens/s", title=f"GPT-2 small, {where}")
-    axes.margins(y=0.1)
     axes.set_ylim(bottom=0)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
