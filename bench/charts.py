@@ -16,13 +16,17 @@ TITLES = {
 }
 LOOKS = {
     "naive": ("PyTorch, naive", "#9e9e9e"),
+    "fused_softmax": ("fused softmax", "#e377c2"),
     "sdpa_efficient": ("SDPA memory-efficient", "#c5b0d5"),
     "sdpa_flash": ("SDPA FlashAttention-2", "#1f77b4"),
     "fa2": ("FlashAttention-2", "#17becf"),
     "flex": ("FlexAttention", "#2ca02c"),
     "sdpa_cudnn": ("SDPA cuDNN", "#ff9f40"),
     "fa3": ("FlashAttention-3", "#8c564b"),
+    "flash1": ("flash1 (ours)", "#9467bd"),
     "flash2": ("flash2 (ours)", "#d62728"),
+    "block_sparse": ("block_sparse (ours)", "#aec7e8"),
+    "local": ("local (ours)", "#bcbd22"),
 }
 
 
@@ -69,7 +73,7 @@ def figure_of(rows: list[dict], title: str) -> Figure:
     figure = Figure(figsize=(17, 9.5), layout="constrained")
     grid = figure.subplots(2, 2)
     for axes, panel in zip(grid.flat, PANELS, strict=True):
-        fill([row for row in rows if panel_of(row) == panel], axes)
+        fill([row for row in rows if (row["head_dim"], row["causal"]) == panel], axes)
         axes.set_title(f"head size {panel.head_dim}, {'causal' if panel.causal else 'no mask'}", fontsize=12)
     handles = {label: bars for axes in grid.flat for bars, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     labels = [label for label, _ in LOOKS.values() if label in handles]

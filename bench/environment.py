@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 import triton
 
+from errors import UserError
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -25,6 +27,17 @@ def environment() -> dict:
         "commit": os.environ.get("GIT_COMMIT") or _output(["git", "-C", str(ROOT), "rev-parse", "HEAD"]),
         "date": date.today().isoformat(),
     }
+
+
+def check_same(then: dict, now: dict, file: Path, remedy: str) -> None:
+    """Refuses to add to results that were measured on another machine, with other versions or at another commit.
+
+    Raises:
+        UserError: they were; it names what differs and the remedy.
+    """
+    for key in ("gpu", "driver", "torch", "triton", "commit"):
+        if then[key] != now[key]:
+            raise UserError(f"{file} has {key} {then[key]}, not {now[key]}; {remedy}")
 
 
 def _output(command: list[str]) -> str:

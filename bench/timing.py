@@ -13,6 +13,7 @@
 """
 
 import gc
+import itertools
 import math
 import statistics
 import time
@@ -22,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from bench.cells import Cell
 from bench.variants import Contender
@@ -80,6 +82,38 @@ class Gpu:
         """Gives cached memory back to the driver, which needs some to load kernels into."""
         gc.collect()
         torch.cuda.empty_cache()
+
+
+class Cpu(Gpu):
+    """Time and memory on the CPU, where only what comes out matters: smoke runs of benchmarks made for a GPU."""
+
+    device = "cpu"
+
+    def wake(self) -> None:
+        pass
+
+    def milliseconds(self, call: Callable[[], object], calls: int, spin_ms: float) -> float:
+        started = time.perf_counter()
+        for _ in range(calls):
+            call()
+        return 1000 * (time.perf_counter() - started) / calls
+
+    def host_milliseconds(self, call: Callable[[], object]) -> float:
+        return self.milliseconds(call, 1, 0)
+
+    def allocated(self) -> int:
+        """None: `peak` counts from where its call begins."""
+        return 0
+
+    def peak(self, call: Callable[[], object]) -> int:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            call()
+        events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+        sizes = (event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+        return max(itertools.accumulate(sizes, initial=0))
+
+    def release(self) -> None:
+        gc.collect()
 
 
 class Sampler(NamedTuple):

@@ -24,7 +24,7 @@ from rich.table import Table
 
 from bench.attention import output_file, positive, results_folder, write
 from bench.breakdown import breakdown
-from bench.environment import ROOT, environment
+from bench.environment import ROOT, check_same, environment
 from bench.floor import floor
 from bench.steps import alternate, complete, empty_row, search
 from bench.timing import Gpu, recorded
@@ -153,9 +153,7 @@ def begin(out: Path | None, add: bool, cells: list[Cell]) -> dict:
     if not (add and out and out.is_file()):
         return {"environment": here, "rows": []}
     results = json.loads(out.read_text())
-    for key in ("gpu", "driver", "torch", "triton", "commit"):
-        if results["environment"][key] != here[key]:
-            raise UserError(f"--add: {out} has {key} {results['environment'][key]}, not {here[key]}; measure all anew")
+    check_same(results["environment"], here, out, "without --add all is measured anew")
     again = {(cell.model, cell.context_length) for cell in cells}
     results["rows"] = [row for row in results["rows"] if (row["model"], row["context_length"]) not in again]
     return results

@@ -123,7 +123,7 @@ def chosen(group: str) -> str:
 
 
 def _remove_if_empty(folder: Path) -> None:
-    if folder.is_dir() and not any(folder.iterdir()):
+    if folder.is_dir() and folder != Path.cwd() and not any(folder.iterdir()):
         folder.rmdir()
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
+from bench.paper.config import PaperConfig
 from data.config import DataConfig
 from errors import UserError
 from model.attention import AttentionConfig
@@ -161,3 +162,4 @@ def register() -> None:
     store.store(name="prepare_schema", node=PrepareConfig)
     store.store(name="sample_schema", node=SampleConfig)
     store.store(name="export_schema", node=ExportConfig)
+    store.store(name="paper_schema", node=PaperConfig)

@@ -1,0 +1,119 @@
+"""FlashAttention (Dao et al., 2022), table 2: training GPT-2 small and medium at a context of 1k."""
+
+from collections.abc import Iterator
+
+from matplotlib.figure import Figure
+
+from bench.paper import learning, training
+from bench.paper.config import PaperConfig
+from bench.paper.text import at_least, at_most, figure_of, table
+from bench.paper.training import by_label, days, speed_of
+from bench.timing import Gpu
+
+TITLE = "FlashAttention's table 2: training GPT-2 at a context of 1k"
+SIZES = {"full": (1024, {"gpt2": 32, "gpt2-medium": 16}), "smoke": (16, {"gpt2-nano": 1})}
+NAMES = {
+    "huggingface": "Hugging Face, eager",
+    "fused_softmax": "`fused_softmax`, Megatron-LM's",
+    "naive": "`naive`",
+    "sdpa": "`sdpa`",
+    "flash1": "`flash1`",
+    "flash2": "`flash2`",
+}
+# Implementation, perplexity on OpenWebText, days on 8 A100, speedup.
+PAPER = {
+    ("gpt2", "huggingface"): ("Huggingface", 18.2, 9.5, 1.0),
+    ("gpt2", "fused_softmax"): ("Megatron-LM", 18.2, 4.7, 2.0),
+    ("gpt2", "flash1"): ("FlashAttention", 18.2, 2.7, 3.5),
+    ("gpt2-medium", "huggingface"): ("Huggingface", 14.2, 21.0, 1.0),
+    ("gpt2-medium", "fused_softmax"): ("Megatron-LM", 14.3, 11.5, 1.8),
+    ("gpt2-medium", "flash1"): ("FlashAttention", 14.3, 6.9, 3.0),
+}
+
+
+def cells(config: PaperConfig) -> list[dict]:
+    """Speeds of both models; with tokens, the perplexities of the first too."""
+    context, models = SIZES[config.size]
+    trainers = [("huggingface", "naive"), *(("ours", name) for name in NAMES if name != "huggingface")]
+    of_models = [
+        [training.cell_of(*trainer, model, context, batch, config) for trainer in trainers]
+        for model, batch in models.items()
+    ]
+    runs = [learning.cell_of(cell, config) for cell in of_models[0]] if config.tokens else []
+    return [*(cell for of_model in of_models for cell in of_model), *runs]
+
+
+def measure(cell: dict, gpu: Gpu, config: PaperConfig) -> Iterator[dict]:
+    """A row of speed, or of perplexity."""
+    return {"speed": training, "perplexity": learning}[cell["measured"]].measure(cell, gpu, config)
+
+
+def markdown(rows: list[dict]) -> str:
+    """Ours beside the paper's columns."""
+    speeds, lines = by_label(rows), []
+    perplexities = {(r["model"], training.label(r)): r for r in rows if r["measured"] == "perplexity"}
+    for model, context in dict.fromkeys((model, context) for model, context, _ in speeds):
+        for name, text in NAMES.items():
+            row, peer = speeds.get((model, context, name)), speeds.get((model, context, "huggingface"))
+            speed, base = speed_of(row), speed_of(peer)
+            lines.append(
+                [
+                    model,
+                    text,
+                    figure_of(row, "tokens_per_second", ",.0f"),
+                    figure_of(row, "tflops", ".0f"),
+                    figure_of(row, "peak_gib", ".1f"),
+                    at_most(days(speed)) if speed else "-",
+                    at_least(speed / base) if speed and base else "-",
+                    *([figure_of(perplexities.get((model, name)), "perplexity")] if perplexities else []),
+                    *paper_columns(model, name),
+                ]
+            )
+    ours = ["model", "attention", "tokens/s", "TFLOP/s", "GiB", "days", "x Hugging Face"]
+    header = [*ours, *(["perplexity"] if perplexities else []), "paper's", "ppl", "days", "x"]
+    return f"{table(header, lines, left=2)}\n\n{notes(rows, list(perplexities.values()))}"
+
+
+def paper_columns(model: str, name: str) -> list[str]:
+    """The paper's own figures, where it has them."""
+    theirs = PAPER.get((model, name))
+    return [theirs[0], *(f"{x:.1f}" for x in theirs[1:])] if theirs else ["-"] * 4
+
+
+def notes(rows: list[dict], perplexities: list[dict]) -> str:
+    """What the columns mean."""
+    batches = dict.fromkeys(f"{row['batch_size']} ({row['model']})" for row in rows)
+    text = (
+        f"bf16, micro-batches of {', '.join(batches)}. Days are those of the paper's budget, 400k steps of 512 x 1024 "
+        "tokens, on 8 such devices, each as fast as the one that was measured: perfect scaling is assumed. TFLOP/s "
+        "count 6 N + 12 L d T a token. The paper's columns are of 8 A100 and OpenWebText. "
+    )
+    if not perplexities:
+        return text + "Perplexities were not measured: they need tokens=FOLDER."
+    run = perplexities[0]
+    return (
+        f"{text}Perplexity is that of the validation tokens of `{run['tokens']}` after {run['steps']} steps of "
+        f"{run['batch_size']} x {run['context_length']} tokens, all from the same weights."
+    )
+
+
+def pictures(rows: list[dict], where: str) -> dict[str, Figure]:
+    """Speed over Hugging Face's, and the paper's."""
+    speeds = by_label(rows)
+    models = list(dict.fromkeys((model, context) for model, context, _ in speeds))
+    figure = Figure(figsize=(4.5 * len(models), 3.6), layout="constrained")
+    grid = figure.subplots(1, max(len(models), 1), squeeze=False)[0]
+    for axes, (model, context) in zip(grid, models, strict=True):
+        base = speed_of(speeds.get((model, context, "huggingface")))
+        ratios = [(speed_of(speeds.get((model, context, name))) or 0) / base if base else 0 for name in NAMES]
+        bars = axes.bar(range(len(NAMES)), ratios, color="#d62728", label=where)
+        axes.bar_label(bars, map(at_least, ratios), padding=2)
+        theirs = [(i, PAPER[model, name][3]) for i, name in enumerate(NAMES) if (model, name) in PAPER]
+        if theirs:
+            axes.plot(*zip(*theirs, strict=True), "D", color="black", label="FlashAttention's table 2, 8 A100")
+        axes.set_xticks(range(len(NAMES)), NAMES, rotation=30, ha="right")
+        axes.set(title=f"{model}, context {context}", ylabel="speed over Hugging Face's")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, loc="upper left")
+        axes.margins(y=0.25)
+    return {"": figure}

@@ -1,0 +1,217 @@
+"""Bytes to and from HBM: the papers' formulas, what our kernels load and store, and what the counters say.
+
+The papers count what an algorithm moves between HBM and an on-chip memory of M bytes (FlashAttention, theorem 2 and
+theorem 5). The second count is of the code here: every load and store of its kernels at the tiles they run with, read
+by read, as if no cache were between. Caches are: what many programs read at about the same time comes from HBM once, so
+that the counters may say less. Without a mask, and without dropout.
+
+Everything is of one head: n tokens, d its size; 2 bytes an element, 4 a statistic or what is kept in fp32.
+"""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from math import ceil
+
+import torch
+from matplotlib.figure import Figure
+
+from bench.attention import measure as measure_attention
+from bench.cells import Cell
+from bench.paper.config import PaperConfig
+from bench.paper.counters import NotMeasured, hbm_bytes
+from bench.paper.text import table
+from bench.paper.variants import attend
+from bench.timing import Gpu
+from kernels.flash2.tiles import length_bucket, specialised_for, tiles_for
+
+TITLE = "Bytes to and from HBM"
+VARIANTS = "naive", "fused_softmax", "flash1", "sdpa_flash", "flash2"
+PASSES = "forward", "backward"
+HEAD_DIM = 64
+# FlashAttention's figure 2 has the first: GPT-2 medium's heads at a batch of 64.
+SIZES = {"full": ((64, 16, 1024), (16, 16, 4096)), "smoke": ((1, 1, 64),)}  # batch, heads, length
+ROUNDS = {"full": 10, "smoke": 1}
+TYPICAL_M = 100 * 1024  # bytes: what FlashAttention takes for typical, where there is no GPU to ask
+Bytes = dict[str, int]
+
+
+def standard(n: int, d: int) -> Bytes:
+    """FlashAttention's algorithm 0 and its backward, algorithm 3: every line reads its operands and writes its result.
+
+    Forward S = QK^T, P = softmax(S), O = PV. Backward dV = P^T dO, dP = dO V^T, dS of P and dP, dQ = dS K,
+    dK = dS^T Q. It is what fused_softmax does.
+    """
+    forward = (2 * n * d + n * n) + (2 * n * n) + (n * n + 2 * n * d)
+    product = n * n + 2 * n * d
+    backward = 2 * product + 3 * n * n + 2 * product
+    return {"forward": 2 * forward, "backward": 2 * backward}
+
+
+def flash(n: int, d: int, m: int) -> Bytes:
+    """FlashAttention's algorithms 1 and 4 with an on-chip memory of m bytes: B_c = ceil(M / 4d), M in elements.
+
+    For each of T_c = ceil(n / B_c) tiles of keys, all of Q, O, l and m are read, and O, l and m written; K and V are
+    read once. Backward, for each all of Q, O, dO, dQ, l and m are read, and dQ written; dK and dV are written once.
+    """
+    key_tiles = ceil(n / ceil(m / 2 / (4 * d)))
+    forward = 2 * n * d + key_tiles * (3 * n * d + 4 * n)
+    backward = 4 * n * d + key_tiles * (5 * n * d + 2 * n)
+    return {"forward": 2 * forward, "backward": 2 * backward}
+
+
+def naive_moves(n: int, d: int) -> Bytes:
+    """kernels/standard.py, where S and dP are fp32 and each elementwise operation is a kernel of its own.
+
+    Forward, in bytes for each of n^2: S 4; times scale 8; softmax 8; to bf16 6; read by P V 2. For each of n d: Q, K
+    and V 6, O in fp32 4, times 1 / keep 8, to bf16 6. Backward for n^2: P read by dV 2; dP 4; P dP 10; its sum 4;
+    dP - sum 8; times P 10; times scale 8; to bf16 6; dS read by dQ and dK 4. For n d: dV 2 + 4 + 8 + 6; dP 4; dQ and
+    dK 4 each.
+    """
+    return {"forward": 28 * n * n + 24 * n * d, "backward": 56 * n * n + 32 * n * d}
+
+
+def flash1_moves(n: int, d: int, keys: int, backward_keys: int) -> Bytes:
+    """kernels/flash1 with so many keys in a tile: algorithms 1 and 4, with O and dQ summed up in HBM in fp32.
+
+    Forward O, l and m are filled first. K and V are read once; for each tile of keys Q is read, and O, l and m are read
+    and written. At last O is read and rounded. Backward likewise dQ is filled; for each tile of keys Q, dO, O, l and m
+    are read, and dQ read and written; dK and dV are written once; dQ is rounded.
+    """
+    row, stats = 2 * n * d, 4 * n
+    forward = 2 * row + 2 * stats + 2 * row + ceil(n / keys) * (row + 4 * row + 4 * stats) + 3 * row
+    backward = 2 * row + 2 * row + ceil(n / backward_keys) * (3 * row + 2 * stats + 4 * row) + 2 * row + 3 * row
+    return {"forward": forward, "backward": backward}
+
+
+def flash1_keys(d: int) -> tuple[int, int]:
+    """Keys of a tile of flash1's kernels, forward and backward."""
+    from kernels.flash1.launch import tiles_for
+
+    forward, backward = tiles_for(d, torch.bfloat16)
+    return forward.n, backward.n
+
+
+def flash2_moves(n: int, d: int, arch: str) -> Bytes:
+    """kernels/flash2 at the tiles it runs with.
+
+    Forward, each of ceil(n / B_r) programs reads its part of Q and all of K and V, and writes its part of O and the
+    logsumexp. Backward by the plain kernels: O and dO give delta; each of ceil(n / B_c) programs reads its part of K
+    and V and all of Q, dO and both statistics for dK and dV; each of ceil(n / B_r) its part of Q and dO and all of K
+    and V for dQ. The kernel of Hopper adds dQ up in fp32 instead: zeroed, for each key tile read and written, and
+    at last read and rounded.
+    """
+    kind = d, torch.bfloat16, False, length_bucket(n)
+    tiles, row, stats = tiles_for(arch, *kind), 2 * n * d, 4 * n
+    fused = specialised_for("backward", d, False, length_bucket(n)) if arch == "sm_90" else None
+    forward = ceil(n / tiles.forward.m) * 2 * row + 2 * row + stats
+    if fused:
+        key_tiles = ceil(n / fused.n)
+        prepare = 2 * row + stats + 2 * stats + 2 * row  # O, dO, logsumexp; both statistics and zeros in fp32
+        backward = prepare + 4 * row + key_tiles * (2 * row + 2 * stats + 4 * row) + 3 * row
+        return {"forward": forward, "backward": backward}
+    key_gradient = ceil(n / tiles.key_gradient.n) * (2 * row + 2 * stats) + 4 * row
+    query_gradient = ceil(n / tiles.query_gradient.m) * 2 * row + 3 * row + 2 * stats
+    return {"forward": forward, "backward": 2 * row + stats + key_gradient + query_gradient}
+
+
+def moves(variant: str, n: int, d: int, arch: str) -> Bytes | None:
+    """What our code loads and stores; None of torch's."""
+    counts = {
+        "naive": lambda: naive_moves(n, d),
+        "fused_softmax": lambda: standard(n, d),
+        "flash1": lambda: flash1_moves(n, d, *flash1_keys(d)),
+        "flash2": lambda: flash2_moves(n, d, arch),
+    }
+    return counts[variant]() if variant in counts else None
+
+
+def cells(config: PaperConfig) -> list[dict]:
+    """An attention at all shapes."""
+    return [{"variant": name} for name in VARIANTS]
+
+
+def measure(cell: dict, gpu: Gpu, config: PaperConfig) -> Iterator[dict]:
+    """A row for each shape and pass: time, after a check against fp64, and the three counts of bytes."""
+    variant, on_gpu = cell["variant"], gpu.device == "cuda"
+    arch = "sm_{}{}".format(*torch.cuda.get_device_capability()) if on_gpu else "sm_90"
+    m = torch.cuda.get_device_properties().shared_memory_per_multiprocessor if on_gpu else TYPICAL_M
+    for batch, heads, n in SIZES[config.size]:
+        shape = Cell("io", batch, n, heads, HEAD_DIM, causal=False)
+        paper = standard(n, HEAD_DIM) if variant in ("naive", "fused_softmax") else flash(n, HEAD_DIM, m)
+        counted = moves(variant, n, HEAD_DIM, arch)
+        for row in measure_attention(shape, {variant: attend(variant, config)}, gpu, ROUNDS[config.size]):
+            if row["pass"] in PASSES:
+                row |= {"paper_bytes": batch * heads * paper[row["pass"]], "sram_bytes": m}
+                row |= {"counted_bytes": batch * heads * counted[row["pass"]] if counted else None}
+                yield row | counters(variant, shape, row["pass"], config)
+
+
+def counters(variant: str, shape: Cell, pass_: str, config: PaperConfig) -> dict:
+    """What the counters say, or why they say nothing."""
+    try:
+        read, written = hbm_bytes(variant, asdict(shape), pass_, config.timeout_s // 4)
+    except NotMeasured as reason:
+        return {"read_bytes": None, "written_bytes": None, "not_measured": str(reason)}
+    return {"read_bytes": read, "written_bytes": written, "not_measured": None}
+
+
+def markdown(rows: list[dict]) -> str:
+    """GB by each count, beside the time."""
+    lines = []
+    timed = [row for row in rows if "paper_bytes" in row]
+    for row in sorted(timed, key=lambda row: (row["seq_len"], -row["batch"], row["pass"] == "backward")):
+        time = f"{row['ms']:.3f}" if row["status"] == "ok" else row["status"].upper()
+        counts = [gigabytes(row[key]) for key in ("paper_bytes", "counted_bytes", "read_bytes", "written_bytes")]
+        lines.append(
+            [f"`{row['variant']}`", row["pass"], f"{row['batch']} x {row['heads']} x {row['seq_len']:,}", *counts, time]
+        )
+    header = (
+        "attention",
+        "pass",
+        "batch x heads x length",
+        "paper, GB",
+        "loads and stores, GB",
+        "read, GB",
+        "written, GB",
+        "ms",
+    )
+    reasons = ", ".join(dict.fromkeys(row["not_measured"] for row in timed if row["not_measured"]))
+    unmeasured = f" (not measured: {reasons})" if reasons else ""
+    m = next((f"M = {row['sram_bytes'] / 1024:.0f} KiB" for row in timed), "")
+    return (
+        f"{table(header, lines, left=2)}\n\nGB are 10^9 bytes; heads of {HEAD_DIM} in bf16, no mask. The paper's "
+        f"formulas are those of standard attention and of FlashAttention with {m} of shared memory; loads and stores "
+        "are those of the kernels at their tiles, as if no cache were between; read and written is what the counters "
+        f"of HBM say, caches included{unmeasured}. bench/paper/io.py derives them."
+    )
+
+
+def gigabytes(count: int | None) -> str:
+    return "-" if count is None else f"{count / 1e9:.2f}"
+
+
+def pictures(rows: list[dict], where: str) -> dict[str, Figure]:
+    """Bytes of the first shape by each count as bars, time as dots."""
+    timed = [row for row in rows if "paper_bytes" in row]
+    first = [row for row in timed if row["seq_len"] == min(r["seq_len"] for r in timed)]
+    figure = Figure(figsize=(10, 3.8), layout="constrained")
+    for axes, pass_ in zip(figure.subplots(1, 2), PASSES, strict=True):
+        shown = [row for row in first if row["pass"] == pass_]
+        for i, (text, keys) in enumerate(BARS.items()):
+            heights = [sum(row[key] or 0 for key in keys) / 1e9 for row in shown]
+            axes.bar([j + (i - 1) * 0.27 for j in range(len(shown))], heights, 0.27, label=text)
+        axes.set_xticks(range(len(shown)), [row["variant"] for row in shown], rotation=20)
+        axes.set(ylabel="GB", title=f"{pass_}, {where}")
+        times = axes.twinx()
+        times.plot([row["ms"] or float("nan") for row in shown], "D", color="black", label="ms")
+        times.set(ylabel="ms (diamonds)")
+        times.set_ylim(bottom=0)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(BARS), frameon=False)
+    return {"": figure}
+
+
+BARS = {
+    "paper's formula": ("paper_bytes",),
+    "loads and stores": ("counted_bytes",),
+    "measured": ("read_bytes", "written_bytes"),
+}

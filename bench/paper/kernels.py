@@ -1,0 +1,68 @@
+"""FlashAttention-2 (Dao, 2023), figures 4 to 7: attention alone, speed against sequence length."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+from matplotlib.figure import Figure
+
+from bench.attention import measure as measure_attention
+from bench.cells import PASSES, paper_cells
+from bench.charts import LOOKS, PANELS, TITLES, figure_of
+from bench.paper.config import PaperConfig
+from bench.paper.text import table
+from bench.paper.variants import attend, known
+from bench.timing import Gpu
+
+TITLE = "FlashAttention-2's figures 4 to 7: attention alone"
+VARIANTS = "naive", "fused_softmax", "flash1", "sdpa_flash", "flash2"
+HEAD_DIMS, MASKS = (64, 128), (False, True)
+SMOKE_LENGTHS = 32, 64
+ROUNDS = {"full": 20, "smoke": 1}
+
+
+def cells(config: PaperConfig) -> list[dict]:
+    """A curve of a figure: an attention, a head size and a mask, at all lengths."""
+    variants = [*VARIANTS, *(["fa3"] if "fa3" in known(config) else [])]
+    panels = itertools.product(HEAD_DIMS, MASKS) if config.size == "full" else [(64, True)]
+    return [{"variant": name, "head_dim": d, "causal": causal} for d, causal in panels for name in variants]
+
+
+def measure(cell: dict, gpu: Gpu, config: PaperConfig) -> Iterator[dict]:
+    """A row for each length and pass, after a check against fp64."""
+    shapes = paper_cells(cell["head_dim"], cell["causal"])
+    if config.size == "smoke":
+        shapes = [replace(shapes[0], batch=1, seq_len=length, heads=2, kv_heads=2) for length in SMOKE_LENGTHS]
+    variants = {cell["variant"]: attend(cell["variant"], config)}
+    for shape in shapes:
+        yield from measure_attention(shape, variants, gpu, ROUNDS[config.size])
+
+
+def markdown(rows: list[dict]) -> str:
+    """TFLOP/s of forward / backward / both, a line for each shape."""
+    timed = [row for row in rows if "seq_len" in row]
+    variants = [name for name in LOOKS if any(row["variant"] == name for row in rows)]
+    texts: dict[tuple, dict] = {}
+    for row in timed:
+        shape = row["head_dim"], row["causal"], row["seq_len"], row["batch"], row["heads"]
+        speed = f"{row['tflops']:.0f}" if row["status"] == "ok" else row["status"].upper()
+        texts.setdefault(shape, {})[row["variant"], row["pass"]] = speed
+    lines = []
+    for (head_dim, causal, seq_len, batch, heads), of_shape in sorted(texts.items()):
+        speeds = (" / ".join(of_shape.get((name, pass_), "-") for pass_ in PASSES) for name in variants)
+        mask = "causal" if causal else "none"
+        lines.append([mask, str(head_dim), f"{seq_len:,}", f"{batch} x {heads}", *speeds])
+    header = ["mask", "head size", "sequence", "batch x heads", *(LOOKS[name][0] for name in variants)]
+    return (
+        f"{table(header, lines)}\n\nTFLOP/s of forward / backward / both in bf16, by the papers' count: 4 B H T^2 D "
+        "forward, 2.5 times that backward, halved where causal. Each was first held to the fp64 reference."
+    )
+
+
+def pictures(rows: list[dict], where: str) -> dict[str, Figure]:
+    """The papers' bar charts, one for each pass."""
+    shown = [row for row in rows if "seq_len" in row and (row["head_dim"], row["causal"]) in PANELS]
+    return {
+        f"-{pass_}": figure_of([row for row in shown if row["pass"] == pass_], f"{title}, bf16, {where}")
+        for pass_, title in TITLES.items()
+    }

@@ -1,0 +1,64 @@
+"""Validation perplexity after some steps on real tokens, from one seed: what an attention must not change."""
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bench.paper.config import PaperConfig
+from bench.quality import fast_losses, plain, plain_losses
+from bench.timing import Gpu
+from bench.trainers import DTYPE, VOCABULARY, Cell, Trainer, ours
+from data.config import DataConfig
+from data.loader import TrainLoader, validation_batches
+from data.tokens import open_tokens
+
+SEED = 1
+VALIDATION_TOKENS = 360_448
+
+
+def cell_of(speed_cell: dict, config: PaperConfig) -> dict:
+    """The cell that trains what a cell of training steps times."""
+    run = {"measured": "perplexity", "tokens": Path(config.tokens).name, "steps": config.steps}
+    return {**speed_cell, **run}
+
+
+def measure(cell: dict, gpu: Gpu, config: PaperConfig) -> Iterator[dict]:
+    """One row: the perplexity. All begin with the same weights and see the same tokens; Hugging Face's is not ours."""
+    tokens = open_tokens(DataConfig(name="tokens", dir=config.tokens, tokenizer="gpt2"))
+    sizes = {key: cell[key] for key in ("batch_size", "context_length")} | {"vocab_size": VOCABULARY}
+    device, steps = torch.device(gpu.device), cell["steps"]
+    shape = Cell(cell["model"], cell["context_length"], (cell["batch_size"],))
+    trainer = Trainer("ours", "sdpa" if cell["trainer"] == "huggingface" else cell["attention"], cell["compiled"])
+    with TrainLoader(tokens.train, seed=SEED, device=device, name="train.bin", **sizes) as loader:
+        torch.manual_seed(SEED)
+        job = ours(shape, trainer, gpu.device, loader, max_steps=steps)
+        model, loss_of, losses = job.model, job.model, fast_losses(partial(job.step, cell["batch_size"]), steps)
+        if cell["trainer"] == "huggingface":
+            model = plain(job.model, cell["context_length"], gpu.device)
+            loss_of, losses = partial(huggingface_loss, model), plain_losses(model, iter(loader), steps)
+        deque(losses, maxlen=0)  # trains
+    model.eval()
+    batches = validation_batches(tokens.val, max_tokens=VALIDATION_TOKENS, device=device, name="val.bin", **sizes)
+    yield {"perplexity": math.exp(mean_loss(loss_of, batches)), "status": "ok"}
+
+
+def huggingface_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    """The mean loss of a batch, as our models give it."""
+    return F.cross_entropy(model(input_ids=inputs).logits.float().flatten(0, 1), targets.flatten())
+
+
+@torch.no_grad()
+def mean_loss(loss_of: Callable[[Tensor, Tensor], Tensor], batches: Iterator[tuple[Tensor, Tensor]]) -> float:
+    """Nats per token of all batches."""
+    total, count = 0.0, 0
+    for inputs, targets in batches:
+        with torch.autocast(inputs.device.type, DTYPE):
+            total += loss_of(inputs, targets).item() * targets.numel()
+        count += targets.numel()
+    return total / count

@@ -1,0 +1,107 @@
+"""Peak memory of attention against sequence length: what grows as n, and what as n^2."""
+
+from collections.abc import Iterator
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from bench.cells import Cell
+from bench.charts import LOOKS
+from bench.paper.config import PaperConfig
+from bench.paper.text import label_lengths, length_text, table
+from bench.paper.variants import attend
+from bench.rows import empty_row
+from bench.timing import Gpu, recorded
+from bench.variants import bind, draw
+
+TITLE = "Peak memory of attention against sequence length"
+VARIANTS = "naive", "fused_softmax", "sdpa_flash", "flash1", "flash2", "block_sparse", "local"
+SIZES = {"full": (16, (512, 1024, 2048, 4096, 8192, 16384)), "smoke": (2, (64, 128, 256))}  # heads, lengths
+HEAD_DIM = 64
+
+
+def cells(config: PaperConfig) -> list[dict]:
+    """An attention at all lengths."""
+    return [{"variant": name} for name in VARIANTS]
+
+
+def measure(cell: dict, gpu: Gpu, config: PaperConfig) -> Iterator[dict]:
+    """A row for each length: the most that forward and backward hold beyond their inputs."""
+    heads, lengths = SIZES[config.size]
+    attention = attend(cell["variant"], config)
+    for length in lengths:
+        shape = Cell("memory", 1, length, heads, HEAD_DIM)
+        row = empty_row(shape, cell["variant"], "both")
+        with recorded([row], gpu):
+            call = bind(cell["variant"], attention, shape, draw(shape, gpu.device)).call("both")
+            call()  # what is made once, such as workspaces, is there
+            before = gpu.allocated()
+            row.update(peak_mib=(gpu.peak(call) - before) / 2**20, status="ok")
+        yield row
+        gpu.release()
+
+
+def fit(lengths: list[int], sizes: list[float]) -> tuple[float, float]:
+    """a and b of the a n + b n^2 that is nearest to `sizes` at `lengths`, by least squares of the relative errors."""
+    n, y = np.array(lengths, float), np.array(sizes, float)
+    (a, b), *_ = np.linalg.lstsq(np.stack([n, n**2], 1) / y[:, None], np.ones_like(y), rcond=None)
+    return float(a), float(b)
+
+
+def fitted(rows: list[dict], variant: str) -> tuple[float, float] | None:
+    """a in bytes a token and b in bytes a token squared; None of fewer than two lengths."""
+    measured = points(rows, variant)
+    return fit([n for n, _ in measured], [2**20 * mib for _, mib in measured]) if len(measured) > 1 else None
+
+
+def points(rows: list[dict], variant: str) -> list[tuple[int, float]]:
+    """(length, MiB) of what was measured."""
+    return sorted((r["seq_len"], r["peak_mib"]) for r in rows if r["variant"] == variant and r["status"] == "ok")
+
+
+def markdown(rows: list[dict]) -> str:
+    """MiB at every length, and the fits."""
+    lengths = sorted({row["seq_len"] for row in rows if "seq_len" in row})
+    by_shape = {(row["variant"], row.get("seq_len")): row for row in rows}
+    lines = []
+    for name in dict.fromkeys(row["variant"] for row in rows):
+        of_lengths = (by_shape.get((name, length)) for length in lengths)
+        sizes = [
+            r["status"].upper() if r and r["status"] != "ok" else f"{r['peak_mib']:,.1f}" if r else "-"
+            for r in of_lengths
+        ]
+        lines.append([f"`{name}`", *sizes, *fit_columns(fitted(rows, name), max(lengths, default=0))])
+    header = ["attention", *map(length_text, lengths), "a, KiB/token", "b, byte/token^2", "share of b n^2"]
+    heads = next((f"{row['heads']} heads of {row['head_dim']}" for row in rows if "heads" in row), "")
+    return (
+        f"{table(header, lines)}\n\nMiB that forward and backward of one causal sequence of {heads} in bf16 hold at "
+        "most, output and gradients included, inputs not. The fit a n + b n^2 minimises the relative errors; the last "
+        "column is the part of it that its second term makes up at the longest sequence of the table."
+    )
+
+
+def fit_columns(coefficients: tuple[float, float] | None, longest: int) -> list[str]:
+    """a, b, and how much of the fit its second term is at the longest sequence."""
+    if coefficients is None:
+        return ["-"] * 3
+    a, b = coefficients
+    return [f"{a / 1024:.2f}", f"{b:.3f}", f"{b * longest / (a + b * longest):.1%}"]
+
+
+def pictures(rows: list[dict], where: str) -> dict[str, Figure]:
+    """What was measured as dots, the fits as lines."""
+    figure = Figure(figsize=(6.5, 4.2), layout="constrained")
+    axes = figure.subplots()
+    axes.set_yscale("log", base=2)
+    for i, name in enumerate(dict.fromkeys(row["variant"] for row in rows)):
+        colour = LOOKS[name][1]
+        if measured := points(rows, name):
+            axes.plot(*zip(*measured, strict=True), "o", color=colour, label=name, markersize=11 - i)  # may coincide
+        if coefficients := fitted(rows, name):
+            n = np.geomspace(measured[0][0], measured[-1][0], 100)
+            axes.plot(n, (coefficients[0] * n + coefficients[1] * n**2) / 2**20, "-", color=colour, lw=1)
+    label_lengths(axes, rows)
+    axes.set(xlabel="sequence length", ylabel="MiB beyond the inputs", title=f"Forward and backward, {where}")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    return {"": figure}

@@ -1,0 +1,185 @@
+"""Measures tables: each cell in a process of its own, the results written after each, and resumed."""
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from functools import partial
+from os import environ
+from pathlib import Path
+
+import torch
+from matplotlib.figure import Figure
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from bench.attention import results_folder, write
+from bench.charts import save
+from bench.environment import ROOT, check_same, environment
+from bench.paper import blocks, gpt2, gpt2_context, gpt3, io, kernels, memory, scaling
+from bench.paper.config import PaperConfig
+from errors import UserError
+
+TABLES = {
+    "gpt2": gpt2,
+    "gpt2_context": gpt2_context,
+    "gpt3": gpt3,
+    "kernels": kernels,
+    "memory": memory,
+    "io": io,
+    "blocks": blocks,
+    "scaling": scaling,
+}
+SMOKE_FOLDER = Path("outputs/paper-smoke")
+PERIOD_S = 3600  # over which the speed of the cells is averaged for the time that remains
+
+
+def run(config: PaperConfig) -> None:
+    """Measures what is missing of the tables that `config` asks for, and writes and draws them all.
+
+    Raises:
+        UserError: an unknown table, no GPU to measure, or results that were measured elsewhere.
+    """
+    names = chosen_tables(config)
+    folder = destination(config)
+    results = {name: begin(folder / f"paper-{name}.json", config) for name in names}
+    pending = {name: missing(TABLES[name].cells(config), results[name]["rows"]) for name in names}
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, TimeRemainingColumn(), speed_estimate_period=PERIOD_S) as progress:
+        say = partial(progress.console.print, highlight=False, soft_wrap=True)
+        task = progress.add_task("bench.paper", total=sum(map(len, pending.values())))
+        for name in names:
+            for cell in pending[name]:
+                progress.update(task, description=f"{name}: {text_of(cell)}")
+                started = time.monotonic()
+                rows = measure(name, cell, config)
+                replace(results[name]["rows"], cell, rows)
+                write(folder / f"paper-{name}.json", results[name])
+                seconds = time.monotonic() - started
+                say(f"{name}: {text_of(cell)}: {outcome(rows)} ({seconds:.0f} s)")
+                progress.advance(task)
+            publish(name, results[name], folder)
+            say(f"{name}: written to {folder / f'paper-{name}'}.*")
+
+
+def chosen_tables(config: PaperConfig) -> list[str]:
+    """The names of the tables asked for."""
+    if config.table != "all" and config.table not in TABLES:
+        raise UserError(f"table={config.table} is unknown; choose one of {', '.join(TABLES)}, or all")
+    return list(TABLES) if config.table == "all" else [config.table]
+
+
+def destination(config: PaperConfig) -> Path:
+    """The folder of the results."""
+    if config.size == "smoke":
+        return SMOKE_FOLDER
+    if not torch.cuda.is_available():
+        raise UserError("size=full measures a GPU, and torch finds none; size=smoke runs everywhere")
+    return results_folder(config.gpu)
+
+
+def begin(path: Path, config: PaperConfig) -> dict:
+    """The results that a file holds, or new ones.
+
+    Raises:
+        UserError: they were measured on another machine, with other versions or at another commit.
+    """
+    here = environment()
+    if not (config.resume and path.is_file()):
+        return {"environment": here, "size": config.size, "rows": []}
+    results = json.loads(path.read_text())
+    check_same(results["environment"], here, path, "resume=false measures all anew")
+    return results
+
+
+def belongs(row: dict, cell: dict) -> bool:
+    """Whether a row is of a cell."""
+    return all(key in row and row[key] == value for key, value in cell.items())
+
+
+def missing(cells: list[dict], rows: list[dict]) -> list[dict]:
+    """The cells without rows, and those that failed, which may have been for a reason that has gone."""
+
+    def is_done(cell: dict) -> bool:
+        statuses = [row["status"] for row in rows if belongs(row, cell)]
+        return bool(statuses) and "failed" not in statuses
+
+    return [cell for cell in cells if not is_done(cell)]
+
+
+def replace(rows: list[dict], cell: dict, new: list[dict]) -> None:
+    """Puts the new rows of a cell in the place of those it had."""
+    rows[:] = [row for row in rows if not belongs(row, cell)] + new
+
+
+def measure(table: str, cell: dict, config: PaperConfig) -> list[dict]:
+    """The rows of a cell from a process of its own; what ends it becomes a row, after those that it had measured."""
+    command = [sys.executable, "-m", "bench.paper.cell", table]
+    given = json.dumps({"cell": cell, "config": asdict(absolute(config))})
+    on_cpu = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}  # kernels run in the interpreter, and shapes are tiny
+    variables = environ | ({} if torch.cuda.is_available() else on_cpu)
+    try:
+        ended = subprocess.run(
+            command, input=given, cwd=ROOT, env=variables, capture_output=True, text=True,
+            timeout=config.timeout_s,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as late:
+        out, message = (late.stdout or b"").decode(), f"not done within timeout_s={config.timeout_s}"
+    else:
+        out, message = ended.stdout, reason(ended)
+    rows = [json.loads(line) for line in out.splitlines()]
+    return rows + ([{**cell, "status": "failed", "message": message}] if message else [])
+
+
+def absolute(config: PaperConfig) -> PaperConfig:
+    """With paths that hold in any working directory."""
+    paths = {key: str(Path(path).absolute()) for key in ("tokens", "fa3_library") if (path := getattr(config, key))}
+    return PaperConfig(**asdict(config) | paths)
+
+
+def reason(ended: subprocess.CompletedProcess) -> str | None:
+    """Why a process failed, in a line; None if it did not."""
+    if ended.returncode < 0:
+        return f"the process was killed by signal {-ended.returncode}"
+    last = ended.stderr.strip().splitlines()[-1:] or [f"the process ended with status {ended.returncode}"]
+    return last[0] if ended.returncode else None
+
+
+def text_of(row: dict) -> str:
+    """A cell, or a row that failed, in words."""
+    known = {key: value for key, value in row.items() if value is not None and key not in ("status", "message")}
+    what = ", ".join(f"{key} {value}" for key, value in known.items())
+    return f"{what}: {row['message']}" if row.get("message") else what
+
+
+def outcome(rows: list[dict]) -> str:
+    """How often each status came out, and what the failures say."""
+    statuses = [row["status"] for row in rows]
+    counts = ", ".join(f"{statuses.count(status)} {status}" for status in dict.fromkeys(statuses))
+    messages = dict.fromkeys(row["message"] for row in rows if row.get("message"))
+    return "; ".join([counts, *messages])
+
+
+def publish(name: str, results: dict, folder: Path) -> None:
+    """Writes a table's Markdown and its pictures beside its results."""
+    (folder / f"paper-{name}.md").write_text(page(name, results))
+    pictures: dict[str, Figure] = TABLES[name].pictures(results["rows"], device_of(results))
+    for ending, figure in pictures.items():
+        for suffix in ("png", "svg"):
+            save(figure, folder / f"paper-{name}{ending}.{suffix}")
+
+
+def page(name: str, results: dict) -> str:
+    """A table's Markdown: headline, table, failures, and on what it was measured."""
+    table, rows, where = TABLES[name], results["rows"], results["environment"]
+    failures = dict.fromkeys(f"- {text_of(row)}" for row in rows if row["status"] == "failed")
+    parts = [f"# {table.TITLE}", table.markdown(rows)]
+    parts += ["Failed:\n\n" + "\n".join(failures)] if failures else []
+    warning = "Sizes of a smoke run, which say nothing of speed. " if results["size"] == "smoke" else ""
+    versions = f"torch {where['torch']}, Triton {where['triton']}, commit {where['commit'][:12]}, {where['date']}"
+    return "\n\n".join([*parts, f"{warning}Measured on {device_of(results)} ({versions})."]) + "\n"
+
+
+def device_of(results: dict) -> str:
+    """What the results were measured on."""
+    return results["environment"]["gpu"] or "a CPU"

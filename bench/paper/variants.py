@@ -1,0 +1,44 @@
+"""The attentions of the tables by name: those of bench.attention, and those that a model can be trained with."""
+
+import os
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from bench.accuracy import check, truth_of
+from bench.cells import Cell
+from bench.environment import ROOT
+from bench.paper.config import PaperConfig
+from bench.timing import Gpu
+from bench.variants import available, bind, draw
+from errors import UserError
+from model.attention import VARIANTS, Attention, AttentionConfig, build_attention
+
+
+def known(config: PaperConfig) -> dict[str, Attention]:
+    """What this machine has from elsewhere, and of ours what is not in it."""
+    library = config.fa3_library or os.environ.get("FA3_LIBRARY")
+    return available(Path(library) if library else None)
+
+
+def attend(variant: str, config: PaperConfig) -> Attention:
+    """The attention of that name.
+
+    Raises:
+        UserError: there is none.
+    """
+    if variant in (theirs := known(config)):
+        return theirs[variant]
+    if variant not in VARIANTS:
+        raise UserError(f"there is no attention {variant}; there are {', '.join({**theirs, **VARIANTS})}")
+    return build_attention(AttentionConfig(**OmegaConf.load(ROOT / "conf" / "attention" / f"{variant}.yaml")))
+
+
+def check_variant(variant: str, cell: Cell, gpu: Gpu, config: PaperConfig) -> None:
+    """Holds an attention to the fp64 reference on fresh inputs.
+
+    Raises:
+        WrongResult: it is off by more than is allowed.
+    """
+    data = draw(cell, gpu.device)
+    check(bind(variant, attend(variant, config), cell, data), cell, truth_of(cell, data))

@@ -1,0 +1,187 @@
+"""The runner with a table of made-up cells, and what ends a process."""
+
+import json
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+import torch
+from matplotlib.figure import Figure
+
+from bench.paper import cell, runner
+from bench.paper.config import PaperConfig
+from errors import UserError
+from tests.bench.paper import in_process
+from tests.e2e import run
+
+SMOKE = PaperConfig(table="letters", size="smoke")
+RESULTS = runner.SMOKE_FOLDER / "paper-letters.json"
+LETTERS = [{"letter": letter, "lengths": [1, 2]} for letter in "abc"]
+
+
+@pytest.fixture
+def measured(tmp_path, monkeypatch):
+    """The letters that were measured, in order; what becomes of each is in `outcomes`."""
+    monkeypatch.chdir(tmp_path)
+    letters = SimpleNamespace(
+        TITLE="Letters",
+        cells=lambda config: LETTERS,
+        markdown=lambda rows: f"{len(rows)} rows",
+        pictures=lambda rows, where: {"-picture": Figure()},
+    )
+    monkeypatch.setattr(runner, "TABLES", {"letters": letters})
+    log = SimpleNamespace(letters=[], written=[], outcomes={})
+
+    def measure(table, cell, config):
+        log.letters.append(cell["letter"])
+        log.written.append(len(json.loads(RESULTS.read_text())["rows"]) if RESULTS.exists() else 0)
+        return [
+            {**cell, "n": 1, "status": "ok"},
+            {**cell, "n": 2, **log.outcomes.get(cell["letter"], {"status": "ok"})},
+        ]
+
+    monkeypatch.setattr(runner, "measure", measure)
+    return log
+
+
+def test_results_are_written_after_every_cell_and_nothing_is_measured_twice(measured):
+    runner.run(SMOKE)
+    assert measured.letters == ["a", "b", "c"] and measured.written == [0, 2, 4]
+    runner.run(SMOKE)
+    assert measured.letters == ["a", "b", "c"]
+    runner.run(PaperConfig(table="letters", size="smoke", resume=False))
+    assert measured.letters == ["a", "b", "c"] * 2
+    names = {"paper-letters.json", "paper-letters.md", "paper-letters-picture.png", "paper-letters-picture.svg"}
+    assert {path.name for path in RESULTS.parent.iterdir()} == names
+    assert "# Letters\n\n6 rows" in RESULTS.with_suffix(".md").read_text()
+
+
+def test_an_interrupted_run_goes_on_where_it_was(measured, monkeypatch):
+    whole = runner.measure
+
+    def interrupted(table, cell, config):
+        if cell["letter"] == "b":
+            raise KeyboardInterrupt
+        return whole(table, cell, config)
+
+    monkeypatch.setattr(runner, "measure", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        runner.run(SMOKE)
+    monkeypatch.setattr(runner, "measure", whole)
+    runner.run(SMOKE)
+    assert measured.letters == ["a", "b", "c"]
+
+
+def test_what_failed_is_tried_again_in_its_place_and_what_did_not_fit_is_not(measured):
+    measured.outcomes |= {"a": {"status": "oom"}, "b": {"status": "failed", "message": "a wire was loose"}}
+    runner.run(SMOKE)
+    assert "- letter b, lengths [1, 2], n 2: a wire was loose" in RESULTS.with_suffix(".md").read_text()
+    measured.outcomes.pop("b")
+    runner.run(SMOKE)
+    assert measured.letters == ["a", "b", "c", "b"]
+    rows = json.loads(RESULTS.read_text())["rows"]
+    assert sorted((row["letter"], row["n"], row["status"]) for row in rows) == [
+        *[("a", 1, "ok"), ("a", 2, "oom")],
+        *[(letter, n, "ok") for letter in "bc" for n in (1, 2)],
+    ]
+
+
+def test_results_of_another_commit_are_refused_and_kept(measured, monkeypatch):
+    monkeypatch.setenv("GIT_COMMIT", "first")
+    runner.run(SMOKE)
+    monkeypatch.setenv("GIT_COMMIT", "second")
+    before = RESULTS.read_text()
+    with pytest.raises(
+        UserError, match="paper-letters.json has commit first, not second; resume=false measures all anew"
+    ):
+        runner.run(SMOKE)
+    assert RESULTS.read_text() == before and len(measured.letters) == 3
+
+
+def test_a_process_that_dies_leaves_what_it_had_measured_and_a_failed_row(monkeypatch):
+    started = {"letter": "a"}
+    line = json.dumps({**started, "n": 1, "status": "ok"}) + "\n"
+
+    def start(command, **options):
+        assert command[1:] == ["-m", "bench.paper.cell", "kernels"] and options["timeout"] == 600
+        return subprocess.CompletedProcess(command, -9, line, "")
+
+    in_process.start_by(monkeypatch, start)
+    rows = runner.measure("kernels", started, SMOKE)
+    assert [row["status"] for row in rows] == ["ok", "failed"]
+    assert rows[1] == {"letter": "a", "status": "failed", "message": "the process was killed by signal 9"}
+
+
+def test_a_process_that_takes_too_long_is_a_failed_row(monkeypatch):
+    def start(command, timeout, **options):
+        raise subprocess.TimeoutExpired(command, timeout, output=b'{"letter": "a", "status": "ok"}\n')
+
+    in_process.start_by(monkeypatch, start)
+    rows = runner.measure("kernels", {"letter": "a"}, SMOKE)
+    assert [row["status"] for row in rows] == ["ok", "failed"]
+    assert rows[1]["message"] == "not done within timeout_s=600"
+
+
+def raising(error):
+    def measure(cell, gpu, config):
+        print("what a library prints is no row")
+        yield {"n": 1, "status": "ok"}
+        raise error
+
+    return SimpleNamespace(measure=measure)
+
+
+@pytest.mark.parametrize(
+    ("error", "last"),
+    [
+        (torch.OutOfMemoryError("of course"), {"letter": "a", "status": "oom"}),
+        (RuntimeError("bad\nluck"), {"letter": "a", "status": "failed", "message": "bad"}),
+    ],
+    ids=["memory", "a bug"],
+)
+def test_what_a_measurement_raises_becomes_a_row_after_what_it_measured(error, last, monkeypatch):
+    in_process.start_by(monkeypatch, in_process.run)
+    monkeypatch.setattr(cell, "import_module", lambda name: raising(error))
+    assert runner.measure("letters", {"letter": "a"}, SMOKE) == [{"letter": "a", "n": 1, "status": "ok"}, last]
+
+
+def test_a_cell_really_has_a_process_of_its_own():
+    wrong = {"variant": "flash9", "head_dim": 64, "causal": True}
+    (row,) = runner.measure("kernels", wrong, SMOKE)
+    assert row["status"] == "failed" and row["message"].startswith("there is no attention flash9; there are naive")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("table=gpt5 size=smoke", ["table=gpt5", "gpt2_context", "all"]),
+        ("size=huge", ["size=huge", "full, smoke"]),
+        ("size=smoke gpu=mine", ["gpu=mine", "leave it out"]),
+        ("size=smoke steps=0", ["steps=0", "at least 1"]),
+        ("size=smoke tokens=nowhere", ["tokens", "nowhere/train.bin does not exist"]),
+        ("size=smoke colour=red", ["colour", "table, size"]),
+    ],
+)
+def test_mistakes_are_one_sentence_and_leave_nothing(given, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    outcome = run("bench/paper/__main__.py", *given.split())
+    assert outcome.code == 2 and outcome.out == ""
+    (sentence,) = outcome.err.splitlines()
+    assert sentence.startswith("error: ") and [word for word in words if word not in sentence] == []
+    assert not any(tmp_path.iterdir())
+
+
+def test_without_a_gpu_the_full_size_is_refused_with_the_remedy(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    outcome = run("bench/paper/__main__.py", "table=kernels")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err == "error: size=full measures a GPU, and torch finds none; size=smoke runs everywhere\n"
+    assert not any(tmp_path.iterdir())
+
+
+def test_help_names_every_table_and_setting(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    out = run("bench/paper/__main__.py", "--help").ok().out
+    keys = [key for key in PaperConfig.__dataclass_fields__ if key != "table"]
+    assert [word for word in (*runner.TABLES, *keys) if f" {word} " not in out.replace(",", " ")] == []
