@@ -132,10 +132,15 @@ def block_sparse(
     return flash2(q, k, v, causal=causal, cu_seqlens=cu_seqlens, blocks=blocks, **options)
 
 
-@torch.compiler.assume_constant_result
 def _listed_blocks(*kind) -> Tensor:
     """The pattern as the kernels read it; torch.compile, which sees through a cache, takes it as a constant."""
     return _made_blocks(*kind)
+
+
+def _build_block_sparse(config: "AttentionConfig") -> Attention:
+    # It marks the function; here, as the import that this needs takes two seconds.
+    torch.compiler.assume_constant_result(_listed_blocks)
+    return partial(block_sparse, pattern=config.pattern, deterministic=_asked(config))
 
 
 @cache
@@ -230,7 +235,7 @@ VARIANTS: dict[str, Callable[[AttentionConfig], Attention]] = {
     "flash1": lambda config: flash1,
     "flash2": lambda config: partial(flash2, deterministic=_asked(config)),
     "local": lambda config: partial(local, window=config.window, deterministic=_asked(config)),
-    "block_sparse": lambda config: partial(block_sparse, pattern=config.pattern, deterministic=_asked(config)),
+    "block_sparse": _build_block_sparse,
 }
 SPARSE_KEYS = {"window": "local", "pattern": "block_sparse"}
 """What says which pairs of tokens a variant leaves out."""

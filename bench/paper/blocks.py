@@ -15,7 +15,8 @@ from bench.paper.config import PaperConfig
 from bench.paper.text import table
 from bench.timing import Gpu, recorded, sampler_of
 from bench.variants import Data, draw
-from kernels.flash2 import launch, launcher
+from kernels import launcher
+from kernels.flash2 import launch
 from kernels.flash2.options import Options
 from kernels.flash2.tiles import Tile, Tiles
 

@@ -22,6 +22,7 @@ from bench.paper.counters import NotMeasured, hbm_bytes
 from bench.paper.text import table
 from bench.paper.variants import attend
 from bench.timing import Gpu
+from kernels.flash1.launch import tiles_for as flash1_tiles
 from kernels.flash2.tiles import length_bucket, specialised_for, tiles_for
 
 TITLE = "Bytes to and from HBM"
@@ -85,9 +86,7 @@ def flash1_moves(n: int, d: int, keys: int, backward_keys: int) -> Bytes:
 
 def flash1_keys(d: int) -> tuple[int, int]:
     """Keys of a tile of flash1's kernels, forward and backward."""
-    from kernels.flash1.launch import tiles_for
-
-    forward, backward = tiles_for(d, torch.bfloat16)
+    forward, backward = flash1_tiles(d, torch.bfloat16)
     return forward.n, backward.n
 
 

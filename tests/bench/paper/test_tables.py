@@ -5,8 +5,6 @@ import json
 import pytest
 
 from bench.paper import runner
-from bench.variants import available
-from model.attention import VARIANTS
 from tests.bench.paper import in_process
 from tests.bench.paper.in_process import tiny_models  # noqa: F401, a fixture
 from tests.e2e import run
@@ -14,18 +12,11 @@ from tests.e2e import run
 PICTURES = {"kernels": ["-forward", "-backward", "-both"]}
 
 
-def is_there(cell: dict) -> bool:
-    name = cell.get("variant", cell.get("attention", "flash2"))
-    return name in VARIANTS or name in available()
-
-
 @pytest.mark.parametrize("name", runner.TABLES)
 def test_the_smoke_size_gives_rows_markdown_and_pictures(name, tmp_path, monkeypatch, tiny_models):  # noqa: F811
     monkeypatch.chdir(tmp_path)
     in_process.start_by(monkeypatch, in_process.run)
     table = runner.TABLES[name]
-    cells = table.cells
-    monkeypatch.setattr(table, "cells", lambda config: [cell for cell in cells(config) if is_there(cell)])
     drawn = {}
     if name != "blocks":  # drawing takes a second a picture
         monkeypatch.setattr(runner, "save", lambda figure, path: drawn.update({path.name: figure}))
