@@ -33,7 +33,7 @@ LENGTHS = [Case(seq_q=q, seq_k=k, causal=c, dtype=BF16) for q, k in ((63, 100), 
 
 # torch's own kernels are what they are: its CPU kernel errs up to 3.3 times as much as its math attention in 16 bits.
 # fused_softmax is Megatron-LM's scheme, which writes S and dP in 16 bits too.
-FACTORS = {name: 2 for name in EXACT} | {"sdpa": 4, "fused_softmax": 4}
+FACTORS = {name: 2 for name in EXACT} | {"sdpa": 4, "fused_softmax": 3}
 
 
 def config_of(name: str, **options) -> AttentionConfig:
