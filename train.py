@@ -5,6 +5,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from model.generate import generate
 from model.gpt2 import GPT2, ModelConfig
 from model.huggingface import find_pretrained, load_pretrained, read_config
 from trainer import checkpoint
-from trainer.checkpoint import Checkpoints, State
+from trainer.checkpoint import CheckpointError, Checkpoints, State
 from trainer.evaluation import score
 from trainer.flops import model_flops_per_token, peak_flops
 from trainer.loading import load_model
@@ -114,15 +115,27 @@ def loop(
                 metrics |= evaluate(model, config, compute, tokens)
                 if metrics["val/loss"] < state.best_loss:
                     state.best_loss = metrics["val/loss"]
-                    checkpoints.save_best(state.state_dict())
+                    attempt(lambda: checkpoints.save_best(state.state_dict()), config, log)
         if metrics:
             log.log(state.step, state.step * tokens_per_step, metrics)
         if is_due(state.step, config.checkpoint.interval, settings.max_steps):
             with meter.excluded():
-                path, saved_step = checkpoints.save(state.step, state.state_dict()), state.step
+                if saved := attempt(lambda: checkpoints.save(state.step, state.state_dict()), config, log):
+                    path, saved_step = saved, state.step
     if window:
         log.log(state.step, state.step * tokens_per_step, read_window(window, state, config, checkpoints))
     return path if saved_step == state.step else checkpoints.save(state.step, state.state_dict())
+
+
+def attempt(save: Callable[[], Path], config: Config, log: Loggers) -> Path | None:
+    """What `save` returns; None where the disk refused it and checkpoint.on_error=continue."""
+    try:
+        return save()
+    except CheckpointError as error:
+        if config.checkpoint.on_error == "stop":
+            raise
+        log.message(f"{error}; training goes on, as checkpoint.on_error=continue")
+        return None
 
 
 def is_due(step: int, interval: int, max_steps: int) -> bool:
@@ -259,7 +272,7 @@ def load_resumed(config: Config) -> State | None:
             raise UserError(
                 "checkpoint.resume=auto needs the folder of earlier checkpoints; give checkpoint.dir=FOLDER"
             )
-        source = checkpoint.find(config.checkpoint.dir)
+        source = config.checkpoint.dir if checkpoint.find(config.checkpoint.dir) else None
     return None if source is None else checkpoint.load(source, key="checkpoint.resume")
 
 
