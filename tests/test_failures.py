@@ -1,10 +1,14 @@
 """Faults injected into whole runs on a CPU: one clear sentence each, and nothing is lost."""
 
+import os
 import re
+import signal
 from pathlib import Path
 
-from tests.e2e import curve, largest_file, load, train
+from model.gpt2 import GPT2
+from tests.e2e import TINY, at_call, curve, largest_file, load, start, train
 from trainer import checkpoint
+from trainer.checkpoint import find
 
 pytest_plugins = ["tests.e2e"]
 
@@ -64,3 +68,31 @@ def test_damaged_checkpoint_is_passed_over_by_the_run_that_resumes(workplace):
     assert "continuing after step 15" in outcome.out
     assert curve("run", *LOSSES) == curve("whole", *LOSSES)
     assert load(newest)["step"] == 20
+
+
+def twice(number: int) -> None:
+    for _ in range(2):
+        os.kill(os.getpid(), number)
+
+
+def test_a_second_sigterm_lets_the_run_save(workplace, monkeypatch):
+    monkeypatch.setattr(GPT2, "forward", at_call(8, lambda: twice(signal.SIGTERM), GPT2.forward))
+    outcome = train("run", "train.max_steps=20")
+    assert outcome.code == 128 + signal.SIGTERM, "what Slurm is told to requeue on"
+    assert load(find("run"))["step"] == curve("run")[-1][0] == 8
+
+
+INTERRUPTED = """
+import signal, train
+from tests.test_failures import GPT2, at_call, twice
+GPT2.forward = at_call(8, lambda: twice(signal.SIGINT), GPT2.forward)
+train.launch(train.main, "config")
+"""
+
+
+def test_a_second_ctrl_c_stops_at_once(workplace):
+    process = start("-c", INTERRUPTED, *TINY, "train.max_steps=20", "checkpoint.interval=5", "hydra.run.dir=run")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGINT
+    assert err == "\nSIGINT: saving after this step; Ctrl-C ends the run at once, without\n"
+    assert load(find("run"))["step"] == 5 and curve("run")[-1] == (7,)
