@@ -24,6 +24,7 @@ from model.generate import generate
 from model.gpt2 import GPT2, ModelConfig
 from model.huggingface import find_pretrained, load_pretrained, read_config
 from trainer import checkpoint
+from trainer.anomalies import IN_A_ROW, Watch, read_record
 from trainer.checkpoint import CheckpointError, Checkpoints, State
 from trainer.evaluation import score
 from trainer.flops import model_flops_per_token, peak_flops
@@ -37,9 +38,11 @@ from trainer.state import TrainState, check_resumable
 
 
 def main(config: Config) -> None:
-    """Trains, or evaluates alone."""
+    """Trains, or evaluates alone, or runs one batch again."""
     if config.eval_only:
         return evaluate_only(config)
+    if config.replay is not None:
+        return replay(config)
     if config.checkpoint.load is not None:
         raise UserError(
             f"checkpoint={config.checkpoint.load} is what eval_only=true evaluates; to train on from it set "
@@ -65,7 +68,8 @@ def train(config: Config) -> None:
         with open_logs(config, compute, folder, resumed) as log, StopRequest() as stop:
             OmegaConf.save(OmegaConf.structured(config), folder / "config.yaml")
             log.message(describe(config, compute, state, tokens))
-            path = loop(config, compute, state, tokens, checkpoints, log, stop)
+            watch = Watch(folder / "replay", config.train.spike_factor)
+            path = loop(config, compute, state, tokens, checkpoints, watch, log, stop)
             if stop.signal is None:
                 log.message(sample(config, compute, model, tokens))
             else:
@@ -81,6 +85,7 @@ def loop(
     state: TrainState,
     tokens: TokenSet,
     checkpoints: Checkpoints,
+    watch: Watch,
     log: Loggers,
     stop: StopRequest,
 ) -> Path:
@@ -108,7 +113,8 @@ def loop(
 
         metrics = {}
         if is_due(state.step, settings.log_interval, settings.max_steps):
-            metrics = read_window(window, state, config, checkpoints) | meter.read()
+            check_window(window, state, config, checkpoints, watch, log)
+            metrics = newest_metrics(window, state, config) | meter.read()
             window = []
         if is_due(state.step, settings.eval_interval, settings.max_steps):
             with meter.excluded():
@@ -123,7 +129,8 @@ def loop(
                 if saved := attempt(lambda: checkpoints.save(state.step, state.state_dict()), config, log):
                     path, saved_step = saved, state.step
     if window:
-        log.log(state.step, state.step * tokens_per_step, read_window(window, state, config, checkpoints))
+        check_window(window, state, config, checkpoints, watch, log)
+        log.log(state.step, state.step * tokens_per_step, newest_metrics(window, state, config))
     return path if saved_step == state.step else checkpoints.save(state.step, state.state_dict())
 
 
@@ -225,24 +232,74 @@ def evaluate_only(config: Config) -> None:
     print(f"outputs in {folder}")
 
 
-def read_window(window: list[Tensor], state: TrainState, config: Config, checkpoints: Checkpoints) -> dict[str, float]:
-    """The metrics of the newest step, once every step since the last row has turned out finite.
+def replay(config: Config) -> None:
+    """Prints loss and gradient norm of a recorded step's batch, and writes replay.json.
+
+    They are those of the run, to the bit where its kernels are deterministic, if the weights are those from just before
+    the step and there is no dropout.
+    """
+    recorded = read_record(Path(config.replay))
+    settings = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), recorded["config"]))
+    source = config.checkpoint.load or recorded["checkpoint"]
+    if source is None or not (config.checkpoint.load or Path(source).exists()):
+        raise UserError(f"the weights that replay={config.replay} began from, {source}, are gone; give checkpoint=...")
+    compute, folder = choose_compute(config.device, settings.precision), output_dir()
+    tokens = open_tokens(settings.data)
+    seed(settings.train, compute)
+    model, tokenizer = load_model(source, settings.attention)
+    model.to(compute.device)
+    with build_loader(settings, compute, tokens, model) as loader:
+        state = TrainState(model, build_optimizer(model, settings.optimizer), compute.grad_scaler(), loader, tokenizer)
+        loader.load_state_dict(recorded["loader"])
+        state.scaler.load_state_dict(recorded["scaler"])
+        result, _ = train_step(compile_model(model, settings.train, compute), state, settings, compute)
+    loss, norm = result.tolist()
+    print(
+        f"the batch of step {recorded['step']} by {source}, {settings.attention.name} attention, {compute}: loss "
+        f"{loss:.6f} nats, gradient norm {norm:.6f}; in the run {recorded['loss']} and {recorded['grad_norm']}"
+    )
+    result = {"replay": config.replay, "checkpoint": str(source), "loss": loss, "grad_norm": norm}
+    (folder / "replay.json").write_text(json.dumps(result, indent=2) + "\n")
+    print(f"outputs in {folder}")
+
+
+def check_window(
+    window: list[Tensor], state: TrainState, config: Config, checkpoints: Checkpoints, watch: Watch, log: Loggers
+) -> None:
+    """Records every step since the last row that was not finite, or whose gradient norm was a spike, and tells of it.
 
     Raises:
-        UserError: a loss or gradient was NaN or infinite; the state, which no such step has touched, is saved first.
+        UserError: a step was not finite, and train.on_nan=stop or too many were in a row; the state, which no such step
+            has touched, is saved first.
     """
-    rows = torch.stack(window).tolist()
-    for number, (loss, norm) in enumerate(rows, start=state.step - len(rows) + 1):
-        overflow_is_normal = state.scaler.is_enabled()  # fp16 finds its loss scale by such steps, and skips them
-        if math.isfinite(loss) and (math.isfinite(norm) or overflow_is_normal):
+    windows = config.train.batch_size * config.train.micro_steps
+    for step, (loss, norm) in enumerate(torch.stack(window).tolist(), start=state.step - len(window) + 1):
+        broken, spike = watch.is_broken(loss, norm, state.scaler.is_enabled()), watch.spike(norm)
+        if not broken and spike is None:
             continue
-        path = checkpoints.save(state.step, state.state_dict())
-        raise UserError(
-            f"the loss was {loss} and the gradient norm {norm} at step {number}; the weights took no such step and are "
-            f"saved in {path}; lower optimizer.lr, or check the data"
+        file = watch.record(step, loss, norm, state=state, windows=windows, weights=checkpoints.before(step))
+        told = f"the loss was {loss:.6g} and the gradient norm {norm:.6g} at step {step}"
+        if spike is not None:
+            log.message(f"{told}, {spike:.0f} times the usual; look at it with python train.py replay={file}")
+        if not broken:
+            continue
+        if config.train.on_nan == "stop" or watch.in_a_row == IN_A_ROW:
+            path = checkpoints.save(state.step, state.state_dict())
+            raise UserError(
+                f"{told}; the weights took no such step and are saved in {path}; lower optimizer.lr, or check the data "
+                f"with python train.py replay={file}"
+            )
+        state.skipped += 1
+        log.message(
+            f"{told}; the weights did not take it, as train.on_nan=skip ({state.skipped} so far); replay={file}"
         )
-    loss, norm = rows[-1]
-    return {
+
+
+def newest_metrics(window: list[Tensor], state: TrainState, config: Config) -> dict[str, float]:
+    """The metrics of the newest step."""
+    loss, norm = window[-1].tolist()
+    skipped = {"train/skipped_steps": state.skipped} if config.train.on_nan == "skip" else {}
+    return skipped | {
         "train/loss": loss,
         "train/perplexity": perplexity(loss),
         "train/grad_norm": norm,

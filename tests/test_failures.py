@@ -1,12 +1,18 @@
 """Faults injected into whole runs on a CPU: one clear sentence each, and nothing is lost."""
 
+import itertools
+import json
+import math
 import os
 import re
+import shutil
 import signal
 from pathlib import Path
 
+import pytest
+
 from model.gpt2 import GPT2
-from tests.e2e import TINY, at_call, curve, largest_file, load, start, train
+from tests.e2e import TINY, at_call, curve, largest_file, load, rows, run, start, train
 from trainer import checkpoint
 from trainer.checkpoint import find
 
@@ -96,3 +102,57 @@ def test_a_second_ctrl_c_stops_at_once(workplace):
     assert process.returncode == -signal.SIGINT
     assert err == "\nSIGINT: saving after this step; Ctrl-C ends the run at once, without\n"
     assert load(find("run"))["step"] == 5 and curve("run")[-1] == (7,)
+
+
+def spoil(monkeypatch, factor: float, *calls: int) -> None:
+    """The model's loss is multiplied by `factor` at its calls of these numbers."""
+    forward, count = GPT2.forward, itertools.count(1)
+    monkeypatch.setattr(
+        GPT2, "forward", lambda *args, **kw: forward(*args, **kw) * (factor if next(count) in calls else 1)
+    )
+
+
+def test_steps_that_are_not_finite_are_skipped_counted_and_told(workplace, monkeypatch):
+    spoil(monkeypatch, math.nan, 7, 8)
+    outcome = train("run", "train.max_steps=10", "train.on_nan=skip").ok()
+    skips = curve("run", "train/skipped_steps")
+    assert skips == [(step, max(0, min(step, 8) - 6)) for step in range(1, 11)]
+    assert outcome.out.count("the weights did not take it, as train.on_nan=skip") == 2
+    assert [row["train/loss"] is None for row in rows("run")] == [step in (7, 8) for step in range(1, 11)]
+    state = load("run/checkpoints/step-00000010.pt")
+    assert state["skipped"] == 2 and all(weight.isfinite().all() for weight in state["model"].values())
+    assert {int(moments["step"]) for moments in state["optimizer"]["state"].values()} == {8}
+
+
+def test_too_many_steps_in_a_row_that_are_not_finite_stop_the_run(workplace, monkeypatch):
+    spoil(monkeypatch, math.nan, *range(3, 12), *range(13, 23))
+    outcome = train("run", "train.max_steps=40", "train.on_nan=skip", "train.log_interval=4", "train.eval_interval=99")
+    assert outcome.code == 2 and "the loss was nan and the gradient norm nan at step 22;" in outcome.err
+    assert "lower optimizer.lr" in outcome.err and len(outcome.err.splitlines()) == 1
+
+
+def replayed(outcome) -> dict:
+    return json.loads(Path(outcome.ok().out.splitlines()[-1].removeprefix("outputs in "), "replay.json").read_text())
+
+
+def test_spike_is_recorded_and_its_batch_replayed_to_the_bit(workplace, monkeypatch):
+    """Logged every 4 steps, so that the record is made when the loader is further on."""
+    often = ("train.max_steps=28", "checkpoint.interval=1", "checkpoint.keep=9", "train.grad_accumulation=2")
+    spoil(monkeypatch, 100.0, 49, 50)  # the two micro-batches of step 25
+    outcome = train("run", *often, "train.log_interval=4", "train.eval_interval=99")
+    (line,) = [line for line in outcome.ok().out.splitlines() if "times the usual" in line]
+    file = re.search(r"python train.py (replay=\S+)", line).group(1)
+    assert "at step 25," in line and file.endswith("run/replay/step-00000025.json")
+    monkeypatch.undo()
+    monkeypatch.chdir(workplace)
+    result = replayed(run("train.py", file, "device=cpu"))
+    recorded = json.loads(Path(file.removeprefix("replay=")).read_text())
+    assert recorded["checkpoint"].endswith("step-00000024.pt")
+    assert [100 * result[key] for key in ("loss", "grad_norm")] == pytest.approx(
+        [recorded[key] for key in ("loss", "grad_norm")], rel=1e-6
+    )
+    by_others = replayed(run("train.py", file, "device=cpu", "checkpoint=run/checkpoints/step-00000020.pt"))
+    assert by_others["loss"] != result["loss"] and by_others["checkpoint"].endswith("20.pt")
+    shutil.rmtree("run/checkpoints")
+    refused = run("train.py", file, "device=cpu")
+    assert refused.code == 2 and "are gone; give checkpoint=" in refused.err

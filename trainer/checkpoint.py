@@ -74,6 +74,11 @@ class Checkpoints:
                 f"checkpoint.resume={later}, or choose another checkpoint.dir"
             )
 
+    def before(self, step: int) -> Path | None:
+        """The newest from before that step was taken; where there is none the oldest, or None."""
+        found = candidates(self.folder)
+        return next((path for path in found if _step(path) < step), found[-1] if found else None)
+
     def save(self, step: int, state: State) -> Path:
         """Writes the state after `step` steps, then deletes all older ones but the newest `keep` - 1.
 
