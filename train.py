@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from conf.cli import chosen, launch, output_dir, sweep_name
 from conf.schema import Config, TrainConfig
-from data.loader import TrainLoader, document_cuts, validation_batches
+from data.loader import DataError, TrainLoader, document_cuts, validation_batches
 from data.tokenizers import end_of_text, get_tokenizer
 from data.tokens import TokenSet, open_tokens
 from errors import UserError
@@ -28,6 +28,7 @@ from trainer.anomalies import IN_A_ROW, Watch, read_record
 from trainer.checkpoint import CheckpointError, Checkpoints, State
 from trainer.evaluation import score
 from trainer.flops import model_flops_per_token, peak_flops
+from trainer.folders import claimed
 from trainer.loading import load_model
 from trainer.loggers import Loggers, WandbConfig, start_loggers
 from trainer.meters import ThroughputMeter
@@ -57,10 +58,11 @@ def train(config: Config) -> None:
     tokens = open_tokens(config.data)
     resumed = load_resumed(config)
     checkpoints = Checkpoints(Path(config.checkpoint.dir or folder / "checkpoints"), config.checkpoint.keep)
-    checkpoints.refuse_later_than(resumed["step"] if resumed else 0)
+    writes_to = {folder: "hydra.run.dir", checkpoints.folder: "checkpoint.dir"}
     seed(config.train, compute)
     model = build_model(config, compute, tokens, resumed)
-    with build_loader(config, compute, tokens, model) as loader:
+    with build_loader(config, compute, tokens, model) as loader, claimed(writes_to):
+        checkpoints.refuse_later_than(resumed["step"] if resumed else 0)
         optimizer = build_optimizer(model, config.optimizer)
         state = TrainState(model, optimizer, compute.grad_scaler(), loader, tokens.tokenizer, config=asdict(config))
         if resumed:
@@ -69,7 +71,10 @@ def train(config: Config) -> None:
             OmegaConf.save(OmegaConf.structured(config), folder / "config.yaml")
             log.message(describe(config, compute, state, tokens))
             watch = Watch(folder / "replay", config.train.spike_factor)
-            path = loop(config, compute, state, tokens, checkpoints, watch, log, stop)
+            try:
+                path = loop(config, compute, state, tokens, checkpoints, watch, log, stop)
+            except DataError as error:
+                raise UserError(f"{error} The state is saved in {save(checkpoints, state)}.") from error
             if stop.signal is None:
                 log.message(sample(config, compute, model, tokens))
             else:
@@ -126,18 +131,22 @@ def loop(
             log.log(state.step, state.step * tokens_per_step, metrics)
         if is_due(state.step, config.checkpoint.interval, settings.max_steps):
             with meter.excluded():
-                if saved := attempt(lambda: checkpoints.save(state.step, state.state_dict()), config, log):
+                if saved := attempt(lambda: save(checkpoints, state), config, log):
                     path, saved_step = saved, state.step
     if window:
         check_window(window, state, config, checkpoints, watch, log)
         log.log(state.step, state.step * tokens_per_step, newest_metrics(window, state, config))
-    return path if saved_step == state.step else checkpoints.save(state.step, state.state_dict())
+    return path if saved_step == state.step else save(checkpoints, state)
 
 
-def attempt(save: Callable[[], Path], config: Config, log: Loggers) -> Path | None:
-    """What `save` returns; None where the disk refused it and checkpoint.on_error=continue."""
+def save(checkpoints: Checkpoints, state: TrainState) -> Path:
+    return checkpoints.save(state.step, state.state_dict())
+
+
+def attempt(write: Callable[[], Path], config: Config, log: Loggers) -> Path | None:
+    """What `write` returns; None where the disk refused it and checkpoint.on_error=continue."""
     try:
-        return save()
+        return write()
     except CheckpointError as error:
         if config.checkpoint.on_error == "stop":
             raise
@@ -151,13 +160,13 @@ def is_due(step: int, interval: int, max_steps: int) -> bool:
 
 def train_step(model: nn.Module, state: TrainState, config: Config, compute: Compute) -> tuple[Tensor, float]:
     """One optimizer step. The mean loss and the gradient norm, (2,) on the device, and the seconds spent on data."""
-    micro_steps, data_wait = config.train.micro_steps, 0.0
+    micro_steps = config.train.micro_steps
     loss_sum = torch.zeros((), device=compute.device)
     model.train()
-    for _ in range(micro_steps):
-        asked = time.perf_counter()
-        inputs, targets = state.loader.next_batch()
-        data_wait += time.perf_counter() - asked
+    asked = time.perf_counter()
+    batches = state.loader.next_batches(micro_steps)
+    data_wait = time.perf_counter() - asked
+    for inputs, targets in batches:
         cuts = document_mask(inputs, config)
         with compute.autocast():
             loss = model(inputs, targets, **cuts)
@@ -284,7 +293,7 @@ def check_window(
         if not broken:
             continue
         if config.train.on_nan == "stop" or watch.in_a_row == IN_A_ROW:
-            path = checkpoints.save(state.step, state.state_dict())
+            path = save(checkpoints, state)
             raise UserError(
                 f"{told}; the weights took no such step and are saved in {path}; lower optimizer.lr, or check the data "
                 f"with python train.py replay={file}"

@@ -10,11 +10,13 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 
 from model.gpt2 import GPT2
 from tests.e2e import TINY, at_call, curve, largest_file, load, rows, run, start, train
 from trainer import checkpoint
 from trainer.checkpoint import find
+from trainer.folders import claimed
 
 pytest_plugins = ["tests.e2e"]
 
@@ -156,3 +158,97 @@ def test_spike_is_recorded_and_its_batch_replayed_to_the_bit(workplace, monkeypa
     shutil.rmtree("run/checkpoints")
     refused = run("train.py", file, "device=cpu")
     assert refused.code == 2 and "are gone; give checkpoint=" in refused.err
+
+
+def test_two_runs_do_not_write_into_one_folder(workplace):
+    train("whole", *EACH_5[:2]).ok()
+    before = Path("whole/metrics.jsonl").read_bytes()
+    for claim in ({Path("whole"): "hydra.run.dir"}, {Path("whole/checkpoints"): "checkpoint.dir"}):
+        (setting,) = claim.values()
+        resume = ("checkpoint.resume=auto", "checkpoint.dir=whole/checkpoints", "train.max_steps=30")
+        with claimed(claim):
+            outcome = train("whole", *resume)
+        assert outcome.code == 2
+        assert f"another run writes to {next(iter(claim)).resolve()}; wait for it" in outcome.err
+        assert outcome.err.endswith(f"choose another {setting}\n")
+    assert Path("whole/metrics.jsonl").read_bytes() == before
+    train("whole", *resume).ok()
+    assert not list(Path("whole").rglob(".lock"))
+
+
+@pytest.mark.parametrize("setting", ["hydra.run.dir", "checkpoint.dir"])
+@pytest.mark.parametrize("place", ["/sys/kernel", "tokens/train.bin/run"], ids=["read-only", "below a file"])
+def test_folder_that_cannot_be_written_to_is_refused(workplace, setting, place):
+    outcome = train("run", f"{setting}={place}")
+    (sentence,) = outcome.err.splitlines()
+    assert outcome.code == 2 and place in sentence and setting in sentence, sentence
+    assert not any(Path().glob("run/**/*"))
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_token_file_cut_while_training_loses_no_step(workplace, monkeypatch, split):
+    train("whole", "train.max_steps=20", "train.grad_accumulation=2").ok()
+    kept = Path(f"tokens/{split}.bin").read_bytes()
+    cut = at_call(10, lambda: os.truncate(f"tokens/{split}.bin", 1024), GPT2.forward)
+    monkeypatch.setattr(GPT2, "forward", cut)
+    outcome = train("run", "train.max_steps=20", "train.grad_accumulation=2")
+    (sentence,) = outcome.err.splitlines()
+    assert f"{split}.bin went from {len(kept)} to 1024 bytes while in use" in sentence
+    monkeypatch.undo()
+    monkeypatch.chdir(workplace)
+    Path(f"tokens/{split}.bin").write_bytes(kept)
+    saved = re.search(r"The state is saved in (\S+step-\d+\.pt)\.$", sentence).group(1)
+    train("run", f"checkpoint.resume={saved}", "train.max_steps=20", "train.grad_accumulation=2").ok()
+    assert curve("run", *LOSSES)[-10:] == curve("whole", *LOSSES)[-10:]
+
+
+# Forks train.py as often as its first argument says, kills it each time, and lets it finish at last. A kill comes up to
+# 10 ms after one of the next calls of what makes a step, or of a part of writing a checkpoint.
+KILLER = """
+import os, random, signal, sys, time
+import torch
+import train
+
+times, arguments = int(sys.argv[1]), sys.argv[2:]
+
+def fork(module, name):
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        function = getattr(module, name)
+        setattr(module, name, lambda *args, **kwargs: (os.write(writing, b"."), function(*args, **kwargs))[1])
+        sys.argv[1:] = arguments
+        train.launch(train.main, "config")
+        os._exit(0)
+    os.close(writing)
+    return pid, reading
+
+moments = [(train, "train_step"), (torch, "save"), (os, "fsync"), (os, "replace")]
+for life in range(times):
+    pid, calls = fork(*moments[life % len(moments)])
+    for _ in range(random.randint(1, 3)):
+        os.read(calls, 1)
+    time.sleep(random.uniform(0, 0.01))
+    os.kill(pid, signal.SIGKILL)
+    assert os.waitpid(pid, 0)[1] == signal.SIGKILL, "it had ended"
+    os.close(calls)
+pid, _ = fork(*moments[0])
+sys.exit(os.waitpid(pid, 0)[1])
+"""
+
+
+@pytest.mark.parametrize("times", [4, pytest.param(20, marks=pytest.mark.slow)])
+def test_run_killed_again_and_again_ends_as_if_it_had_not_been(workplace, times):
+    settings = ("train.max_steps=80", "checkpoint.interval=1", "model.dropout=0.2")
+    train("whole", *settings).ok()
+    killed = (*settings, "hydra.run.dir=killed", "checkpoint.dir=killed/checkpoints", "checkpoint.resume=auto")
+    process = start("-c", KILLER, str(times), *TINY, *killed)
+    out, err = process.communicate(timeout=280)
+    assert process.returncode == 0 and "Traceback" not in err, err
+    assert out.count("continuing after step") >= times // 2
+    assert [step for step, *_ in curve("killed")] == list(range(1, 81))
+    assert curve("killed", *LOSSES) == curve("whole", *LOSSES)
+    ours, theirs = (load(f"{folder}/checkpoints/step-00000080.pt") for folder in ("killed", "whole"))
+    torch.testing.assert_close(ours["model"], theirs["model"], rtol=0, atol=0)
+    torch.testing.assert_close(ours["optimizer"], theirs["optimizer"], rtol=0, atol=0)
+    assert not list(Path("killed/checkpoints").glob("*.partial"))

@@ -82,12 +82,15 @@ class Checkpoints:
     def save(self, step: int, state: State) -> Path:
         """Writes the state after `step` steps, then deletes all older ones but the newest `keep` - 1.
 
+        What a killed run has left of a file goes too.
+
         Raises:
             CheckpointError: the disk refused it; all earlier ones are as they were.
         """
         path = self.folder / f"step-{step:08d}.pt"
         self._write(path, state)
-        for old in [old for old in _all(self.folder) if _step(old) <= step][: -self.keep]:
+        outdated = [old for old in _all(self.folder) if _step(old) <= step][: -self.keep]
+        for old in (*outdated, *self.folder.glob("*.partial")):
             old.unlink()
         return path
 

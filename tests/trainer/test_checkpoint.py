@@ -182,6 +182,7 @@ def test_the_newest_stay_and_the_best_besides(tmp_path):
         checkpoints.save(step, small(step))
         if step == 10:
             checkpoints.save_best(small(step))
+            (checkpoints.folder / "step-00000099.partial").write_bytes(b"PK")  # of a killed run
     names = sorted(path.name for path in checkpoints.folder.iterdir())
     assert names == ["best.pt", "step-00000100.pt", "step-00001000.pt"]
     assert load(checkpoints.folder / "best.pt")["step"] == 10
