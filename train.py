@@ -31,6 +31,7 @@ from trainer.flops import model_flops_per_token, peak_flops
 from trainer.folders import claimed
 from trainer.loading import load_model
 from trainer.loggers import Loggers, WandbConfig, start_loggers
+from trainer.memory import out_of_memory
 from trainer.meters import ThroughputMeter
 from trainer.optimizer import build_optimizer, learning_rate, optimizer_step
 from trainer.precision import Compute, choose_compute
@@ -71,10 +72,16 @@ def train(config: Config) -> None:
             OmegaConf.save(OmegaConf.structured(config), folder / "config.yaml")
             log.message(describe(config, compute, state, tokens))
             watch = Watch(folder / "replay", config.train.spike_factor)
+            told = None  # not the error, whose traceback holds what fills the memory
             try:
                 path = loop(config, compute, state, tokens, checkpoints, watch, log, stop)
             except DataError as error:
                 raise UserError(f"{error} The state is saved in {save(checkpoints, state)}.") from error
+            except torch.OutOfMemoryError as error:
+                told = ". ".join(str(error).split(". ")[:2])
+            if told is not None:
+                sizes = config.train.batch_size, config.train.micro_steps
+                raise UserError(out_of_memory(told, model, optimizer, compute, *sizes))
             if stop.signal is None:
                 log.message(sample(config, compute, model, tokens))
             else:
