@@ -5,6 +5,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from conf.cli import chosen, launch, output_dir, sweep_name
 from conf.schema import Config, TrainConfig
-from data.loader import TrainLoader, document_cuts, validation_batches
+from data.loader import DataError, TrainLoader, document_cuts, validation_batches
 from data.tokenizers import end_of_text, get_tokenizer
 from data.tokens import TokenSet, open_tokens
 from errors import UserError
@@ -23,11 +24,14 @@ from model.generate import generate
 from model.gpt2 import GPT2, ModelConfig
 from model.huggingface import find_pretrained, load_pretrained, read_config
 from trainer import checkpoint
-from trainer.checkpoint import Checkpoints, State
+from trainer.anomalies import IN_A_ROW, Watch, read_record
+from trainer.checkpoint import CheckpointError, Checkpoints, State
 from trainer.evaluation import score
 from trainer.flops import model_flops_per_token, peak_flops
+from trainer.folders import claimed
 from trainer.loading import load_model
 from trainer.loggers import Loggers, WandbConfig, start_loggers
+from trainer.memory import out_of_memory
 from trainer.meters import ThroughputMeter
 from trainer.optimizer import build_optimizer, learning_rate, optimizer_step
 from trainer.precision import Compute, choose_compute
@@ -36,9 +40,11 @@ from trainer.state import TrainState, check_resumable
 
 
 def main(config: Config) -> None:
-    """Trains, or evaluates alone."""
+    """Trains, or evaluates alone, or runs one batch again."""
     if config.eval_only:
         return evaluate_only(config)
+    if config.replay is not None:
+        return replay(config)
     if config.checkpoint.load is not None:
         raise UserError(
             f"checkpoint={config.checkpoint.load} is what eval_only=true evaluates; to train on from it set "
@@ -53,10 +59,11 @@ def train(config: Config) -> None:
     tokens = open_tokens(config.data)
     resumed = load_resumed(config)
     checkpoints = Checkpoints(Path(config.checkpoint.dir or folder / "checkpoints"), config.checkpoint.keep)
-    checkpoints.refuse_later_than(resumed["step"] if resumed else 0)
+    writes_to = {folder: "hydra.run.dir", checkpoints.folder: "checkpoint.dir"}
     seed(config.train, compute)
     model = build_model(config, compute, tokens, resumed)
-    with build_loader(config, compute, tokens, model) as loader:
+    with build_loader(config, compute, tokens, model) as loader, claimed(writes_to):
+        checkpoints.refuse_later_than(resumed["step"] if resumed else 0)
         optimizer = build_optimizer(model, config.optimizer)
         state = TrainState(model, optimizer, compute.grad_scaler(), loader, tokens.tokenizer, config=asdict(config))
         if resumed:
@@ -64,7 +71,17 @@ def train(config: Config) -> None:
         with open_logs(config, compute, folder, resumed) as log, StopRequest() as stop:
             OmegaConf.save(OmegaConf.structured(config), folder / "config.yaml")
             log.message(describe(config, compute, state, tokens))
-            path = loop(config, compute, state, tokens, checkpoints, log, stop)
+            watch = Watch(folder / "replay", config.train.spike_factor)
+            told = None  # not the error, whose traceback holds what fills the memory
+            try:
+                path = loop(config, compute, state, tokens, checkpoints, watch, log, stop)
+            except DataError as error:
+                raise UserError(f"{error} The state is saved in {save(checkpoints, state)}.") from error
+            except torch.OutOfMemoryError as error:
+                told = ". ".join(str(error).split(". ")[:2])
+            if told is not None:
+                sizes = config.train.batch_size, config.train.micro_steps
+                raise UserError(out_of_memory(told, model, optimizer, compute, *sizes))
             if stop.signal is None:
                 log.message(sample(config, compute, model, tokens))
             else:
@@ -80,6 +97,7 @@ def loop(
     state: TrainState,
     tokens: TokenSet,
     checkpoints: Checkpoints,
+    watch: Watch,
     log: Loggers,
     stop: StopRequest,
 ) -> Path:
@@ -107,22 +125,40 @@ def loop(
 
         metrics = {}
         if is_due(state.step, settings.log_interval, settings.max_steps):
-            metrics = read_window(window, state, config, checkpoints) | meter.read()
+            check_window(window, state, config, checkpoints, watch, log)
+            metrics = newest_metrics(window, state, config) | meter.read()
             window = []
         if is_due(state.step, settings.eval_interval, settings.max_steps):
             with meter.excluded():
                 metrics |= evaluate(model, config, compute, tokens)
                 if metrics["val/loss"] < state.best_loss:
                     state.best_loss = metrics["val/loss"]
-                    checkpoints.save_best(state.state_dict())
+                    attempt(lambda: checkpoints.save_best(state.state_dict()), config, log)
         if metrics:
             log.log(state.step, state.step * tokens_per_step, metrics)
         if is_due(state.step, config.checkpoint.interval, settings.max_steps):
             with meter.excluded():
-                path, saved_step = checkpoints.save(state.step, state.state_dict()), state.step
+                if saved := attempt(lambda: save(checkpoints, state), config, log):
+                    path, saved_step = saved, state.step
     if window:
-        log.log(state.step, state.step * tokens_per_step, read_window(window, state, config, checkpoints))
-    return path if saved_step == state.step else checkpoints.save(state.step, state.state_dict())
+        check_window(window, state, config, checkpoints, watch, log)
+        log.log(state.step, state.step * tokens_per_step, newest_metrics(window, state, config))
+    return path if saved_step == state.step else save(checkpoints, state)
+
+
+def save(checkpoints: Checkpoints, state: TrainState) -> Path:
+    return checkpoints.save(state.step, state.state_dict())
+
+
+def attempt(write: Callable[[], Path], config: Config, log: Loggers) -> Path | None:
+    """What `write` returns; None where the disk refused it and checkpoint.on_error=continue."""
+    try:
+        return write()
+    except CheckpointError as error:
+        if config.checkpoint.on_error == "stop":
+            raise
+        log.message(f"{error}; training goes on, as checkpoint.on_error=continue")
+        return None
 
 
 def is_due(step: int, interval: int, max_steps: int) -> bool:
@@ -131,13 +167,13 @@ def is_due(step: int, interval: int, max_steps: int) -> bool:
 
 def train_step(model: nn.Module, state: TrainState, config: Config, compute: Compute) -> tuple[Tensor, float]:
     """One optimizer step. The mean loss and the gradient norm, (2,) on the device, and the seconds spent on data."""
-    micro_steps, data_wait = config.train.micro_steps, 0.0
+    micro_steps = config.train.micro_steps
     loss_sum = torch.zeros((), device=compute.device)
     model.train()
-    for _ in range(micro_steps):
-        asked = time.perf_counter()
-        inputs, targets = state.loader.next_batch()
-        data_wait += time.perf_counter() - asked
+    asked = time.perf_counter()
+    batches = state.loader.next_batches(micro_steps)
+    data_wait = time.perf_counter() - asked
+    for inputs, targets in batches:
         cuts = document_mask(inputs, config)
         with compute.autocast():
             loss = model(inputs, targets, **cuts)
@@ -212,24 +248,74 @@ def evaluate_only(config: Config) -> None:
     print(f"outputs in {folder}")
 
 
-def read_window(window: list[Tensor], state: TrainState, config: Config, checkpoints: Checkpoints) -> dict[str, float]:
-    """The metrics of the newest step, once every step since the last row has turned out finite.
+def replay(config: Config) -> None:
+    """Prints loss and gradient norm of a recorded step's batch, and writes replay.json.
+
+    They are those of the run, to the bit where its kernels are deterministic, if the weights are those from just before
+    the step and there is no dropout.
+    """
+    recorded = read_record(Path(config.replay))
+    settings = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), recorded["config"]))
+    source = config.checkpoint.load or recorded["checkpoint"]
+    if source is None or not (config.checkpoint.load or Path(source).exists()):
+        raise UserError(f"the weights that replay={config.replay} began from, {source}, are gone; give checkpoint=...")
+    compute, folder = choose_compute(config.device, settings.precision), output_dir()
+    tokens = open_tokens(settings.data)
+    seed(settings.train, compute)
+    model, tokenizer = load_model(source, settings.attention)
+    model.to(compute.device)
+    with build_loader(settings, compute, tokens, model) as loader:
+        state = TrainState(model, build_optimizer(model, settings.optimizer), compute.grad_scaler(), loader, tokenizer)
+        loader.load_state_dict(recorded["loader"])
+        state.scaler.load_state_dict(recorded["scaler"])
+        result, _ = train_step(compile_model(model, settings.train, compute), state, settings, compute)
+    loss, norm = result.tolist()
+    print(
+        f"the batch of step {recorded['step']} by {source}, {settings.attention.name} attention, {compute}: loss "
+        f"{loss:.6f} nats, gradient norm {norm:.6f}; in the run {recorded['loss']} and {recorded['grad_norm']}"
+    )
+    result = {"replay": config.replay, "checkpoint": str(source), "loss": loss, "grad_norm": norm}
+    (folder / "replay.json").write_text(json.dumps(result, indent=2) + "\n")
+    print(f"outputs in {folder}")
+
+
+def check_window(
+    window: list[Tensor], state: TrainState, config: Config, checkpoints: Checkpoints, watch: Watch, log: Loggers
+) -> None:
+    """Records every step since the last row that was not finite, or whose gradient norm was a spike, and tells of it.
 
     Raises:
-        UserError: a loss or gradient was NaN or infinite; the state, which no such step has touched, is saved first.
+        UserError: a step was not finite, and train.on_nan=stop or too many were in a row; the state, which no such step
+            has touched, is saved first.
     """
-    rows = torch.stack(window).tolist()
-    for number, (loss, norm) in enumerate(rows, start=state.step - len(rows) + 1):
-        overflow_is_normal = state.scaler.is_enabled()  # fp16 finds its loss scale by such steps, and skips them
-        if math.isfinite(loss) and (math.isfinite(norm) or overflow_is_normal):
+    windows = config.train.batch_size * config.train.micro_steps
+    for step, (loss, norm) in enumerate(torch.stack(window).tolist(), start=state.step - len(window) + 1):
+        broken, spike = watch.is_broken(loss, norm, state.scaler.is_enabled()), watch.spike(norm)
+        if not broken and spike is None:
             continue
-        path = checkpoints.save(state.step, state.state_dict())
-        raise UserError(
-            f"the loss was {loss} and the gradient norm {norm} at step {number}; the weights took no such step and are "
-            f"saved in {path}; lower optimizer.lr, or check the data"
+        file = watch.record(step, loss, norm, state=state, windows=windows, weights=checkpoints.before(step))
+        told = f"the loss was {loss:.6g} and the gradient norm {norm:.6g} at step {step}"
+        if spike is not None:
+            log.message(f"{told}, {spike:.0f} times the usual; look at it with python train.py replay={file}")
+        if not broken:
+            continue
+        if config.train.on_nan == "stop" or watch.in_a_row == IN_A_ROW:
+            path = save(checkpoints, state)
+            raise UserError(
+                f"{told}; the weights took no such step and are saved in {path}; lower optimizer.lr, or check the data "
+                f"with python train.py replay={file}"
+            )
+        state.skipped += 1
+        log.message(
+            f"{told}; the weights did not take it, as train.on_nan=skip ({state.skipped} so far); replay={file}"
         )
-    loss, norm = rows[-1]
-    return {
+
+
+def newest_metrics(window: list[Tensor], state: TrainState, config: Config) -> dict[str, float]:
+    """The metrics of the newest step."""
+    loss, norm = window[-1].tolist()
+    skipped = {"train/skipped_steps": state.skipped} if config.train.on_nan == "skip" else {}
+    return skipped | {
         "train/loss": loss,
         "train/perplexity": perplexity(loss),
         "train/grad_norm": norm,
@@ -259,7 +345,7 @@ def load_resumed(config: Config) -> State | None:
             raise UserError(
                 "checkpoint.resume=auto needs the folder of earlier checkpoints; give checkpoint.dir=FOLDER"
             )
-        source = checkpoint.find(config.checkpoint.dir)
+        source = config.checkpoint.dir if checkpoint.find(config.checkpoint.dir) else None
     return None if source is None else checkpoint.load(source, key="checkpoint.resume")
 
 

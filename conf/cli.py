@@ -1,6 +1,7 @@
 """The command line: composes a configuration with Hydra and turns every mistake in it into one sentence."""
 
 import difflib
+import errno
 import os
 import re
 import sys
@@ -25,6 +26,9 @@ from omegaconf.errors import (
 
 from conf import schema
 from errors import UserError
+
+# No room, no permission, a read-only file system, a file where a folder was: for the user to mend.
+REFUSALS_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 
 
 def launch(
@@ -68,6 +72,12 @@ def launch(
         job()
     except (HydraException, OmegaConfBaseException) as error:
         _refuse(explain(error))
+    except OSError as error:
+        if error.errno not in REFUSALS_OF_THE_DISK:
+            raise
+        _refuse(
+            f"{error.filename or 'the disk'}: {error.strerror}; make room, or write elsewhere with hydra.run.dir=..."
+        )
     if failed:
         _refuse(f"of the sweep these jobs failed, as told above: {', '.join(failed)}")
 

@@ -48,6 +48,11 @@ class TrainConfig:
     several times the context or batch in the same memory, at less speed."""
     deterministic: bool = False
     """Only deterministic kernels, so that a resumed run on a GPU repeats bit for bit; slower."""
+    on_nan: str = "stop"
+    """After a step whose loss or gradient is not finite, which the weights never take: stop, or skip it; ten in a row
+    stop in any case."""
+    spike_factor: float | None = 10.0
+    """A gradient norm above this many times the median of the last hundred is recorded for replay; null for never."""
     sample_tokens: int = 200
     """Length of the sample that ends a run, in tokens; 0 for none."""
 
@@ -59,6 +64,10 @@ class TrainConfig:
             raise UserError(f"train.grad_accumulation={self.grad_accumulation} must be at least 1")
         if self.sample_tokens < 0:
             raise UserError(f"train.sample_tokens={self.sample_tokens} must be at least 0")
+        if self.on_nan not in ("stop", "skip"):
+            raise UserError(f"train.on_nan={self.on_nan} is unknown; choose stop or skip")
+        if self.spike_factor is not None and not self.spike_factor > 1:
+            raise UserError(f"train.spike_factor={self.spike_factor} must be above 1, or null")
         if self.global_batch_size is not None:
             self._divide_global_batch()
 
@@ -99,6 +108,9 @@ class Config:
     eval_only: bool = False
     """Do not train: score the model that `checkpoint=` names on the whole of the validation tokens."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    replay: str | None = None
+    """Do not train: run the batch of a file in a run's replay folder again, with that run's settings, by the checkpoint
+    that the file names or by the model of `checkpoint=`."""
     device: str = "auto"
     """auto (the GPU where there is one), cpu or cuda."""
 

@@ -4,6 +4,7 @@ B windows of a batch, T tokens of context. A window is T + 1 consecutive tokens:
 shifted by one. The windows of an epoch share no input.
 """
 
+import os
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,6 +14,10 @@ import torch
 from torch import Tensor
 
 from errors import UserError
+
+
+class DataError(UserError):
+    """A token file that turns out wrong when it is read."""
 
 
 class WindowOrder:
@@ -52,8 +57,8 @@ class TrainLoader:
     seed and on the number of windows handed out before, on nothing else; that number is the state to save. `tokens`
     is a uint16 array of one dimension, usually a memory map, called `name` in messages.
 
-    Raises UserError where `tokens` are too few for one window, and from `next_batch` where a token is not below
-    `vocab_size`.
+    Raises UserError where `tokens` are too few for one window, and from `next_batch` DataError where a token is not
+    below `vocab_size`, or the file of a memory map has become shorter.
     """
 
     def __init__(
@@ -88,6 +93,15 @@ class TrainLoader:
 
     __next__ = next_batch
 
+    def next_batches(self, count: int) -> list[tuple[Tensor, Tensor]]:
+        """The next `count` batches; where one of them fails, none is handed out."""
+        position = self._position
+        try:
+            return [self.next_batch() for _ in range(count)]
+        except DataError:
+            self._seek(position)
+            raise
+
     def __iter__(self) -> "TrainLoader":
         return self
 
@@ -114,8 +128,11 @@ class TrainLoader:
                     f"The checkpoint's batches were drawn with {key}={state[key]}, this run has {mine}: "
                     f"set {setting} as it was, or start afresh with checkpoint.resume off."
                 )
+        self._seek(state["position"])
+
+    def _seek(self, position: int) -> None:
         self._cancel_pending()
-        self._position = state["position"]
+        self._position = position
 
     def _cancel_pending(self) -> None:
         for future in self._pending:
@@ -148,7 +165,7 @@ def validation_batches(
 
     The windows do not overlap, are spread evenly over the file, and are as many as cover `max_tokens`: at least one,
     all of them where the file is shorter. Raises UserError at once where it is shorter than one window, and while
-    iterating where a token is not below `vocab_size`.
+    iterating DataError as TrainLoader does.
     """
     _check_length(tokens, context_length, name)
     windows = (len(tokens) - 1) // context_length
@@ -184,15 +201,34 @@ def _check_length(tokens: np.ndarray, context_length: int, name: str) -> None:
 
 def _gather(tokens: np.ndarray, starts: list[int], context_length: int, vocab_size: int, name: str) -> Tensor:
     """Inputs and targets stacked, (2, B, T) int64: one block, so one copy, whose halves are contiguous."""
-    windows = np.stack([tokens[start : start + context_length + 1] for start in starts])  # [B, T + 1]
+    windows = _read(tokens, starts, context_length + 1, name)  # [B, T + 1]
     if windows.max() >= vocab_size:
         rows, columns = np.nonzero(windows >= vocab_size)
         index = int((np.array(starts)[rows] + columns).min())
-        raise UserError(
+        raise DataError(
             f"{name} holds the token {tokens[index]} at byte {index * tokens.itemsize}, outside the vocabulary of "
             f"{vocab_size}: set the data.tokenizer it was made with, or prepare it again."
         )
     return torch.from_numpy(np.stack((windows[:, :-1], windows[:, 1:])).astype(np.int64))
+
+
+def _read(tokens: np.ndarray, starts: list[int], length: int, name: str) -> np.ndarray:
+    """The windows (B, length) that begin at `starts`.
+
+    Of a memory map the file is read, since to look at a page that has been cut off its end would kill the process.
+    """
+    if not isinstance(tokens, np.memmap):
+        return np.stack([tokens[start : start + length] for start in starts])
+    width = tokens.itemsize
+    try:
+        with open(tokens.filename, "rb", buffering=0) as file:
+            windows = [os.pread(file.fileno(), length * width, start * width) for start in starts]
+            size = os.fstat(file.fileno()).st_size  # asked last, so that it has seen what the reads saw
+    except OSError as error:
+        raise DataError(f"{name} can no longer be read ({error.strerror}): put it back as it was.") from error
+    if size != tokens.nbytes:
+        raise DataError(f"{name} went from {tokens.nbytes} to {size} bytes while in use: put it back as it was.")
+    return np.stack([np.frombuffer(window, dtype=tokens.dtype) for window in windows])
 
 
 def _upload(block: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -6,11 +6,12 @@ PYTEST_DONT_REWRITE: the tests import it before pytest takes its fixtures.
 import io
 import json
 import os
+import resource
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -124,6 +125,17 @@ def at_call(number: int, act: Callable[[], None], function: Callable) -> Callabl
         return function(*args, **kwargs)
 
     return counting
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """No file of this process can grow beyond `size` bytes, as on a disk that is full."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 @pytest.fixture

@@ -110,7 +110,7 @@ def damage(trained: Path, folder: Path) -> dict[str, tuple[Path, str]]:
     return {
         "empty": (folder / "empty", "neither a checkpoint nor a folder of them"),
         "text": (folder / "notes.pt", "no readable checkpoint"),
-        "foreign": (folder / "foreign.pt", "not a checkpoint of this trainer"),
+        "foreign": (folder / "foreign.pt", "not of this trainer"),
         "torn": (folder / "torn.pt", "no readable checkpoint"),
     }
 

@@ -1,11 +1,17 @@
-"""Checkpoints: one file each, written whole or not at all, read without running any code from them."""
+"""Checkpoints: one file each, written whole or not at all, read without running any code from them.
 
+A file is torch's archive and after it a seal, the SHA-256 of the archive: readers of archives pass over it.
+"""
+
+import hashlib
 import os
 import random
 import re
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -14,6 +20,12 @@ from errors import UserError
 
 State = dict[str, Any]
 NAME = re.compile(r"step-(\d{8})\.pt")
+SEAL = b"\nSHA-256:"  # before the digest
+SEAL_SIZE = len(SEAL) + hashlib.sha256().digest_size
+
+
+class CheckpointError(UserError):
+    """A checkpoint that could not be written, or is not as it was written."""
 
 
 @dataclass
@@ -27,7 +39,10 @@ class CheckpointConfig:
     keep: int = 2
     """How many of the newest stay; the one with the best validation loss stays besides, as best.pt."""
     resume: str | None = None
-    """null starts afresh; auto continues the newest in checkpoint.dir, or starts where there is none; else a path."""
+    """null starts afresh; auto continues the newest in checkpoint.dir, or starts where there is none; else a path. Of a
+    folder the newest that is whole is taken."""
+    on_error: str = "stop"
+    """When the disk takes no checkpoint: stop, or continue until the next; without the last one a run stops as well."""
     load: str | None = None
     """For eval_only: a checkpoint file, a run's folder, or a Hugging Face GPT-2 (folder or hub id). `checkpoint=...` on
     the command line is short for it."""
@@ -36,6 +51,8 @@ class CheckpointConfig:
         for key in ("interval", "keep"):
             if getattr(self, key) < 1:
                 raise UserError(f"checkpoint.{key}={getattr(self, key)} must be at least 1")
+        if self.on_error not in ("stop", "continue"):
+            raise UserError(f"checkpoint.on_error={self.on_error} is unknown; choose stop or continue")
 
 
 class Checkpoints:
@@ -48,39 +65,89 @@ class Checkpoints:
         """A run that starts after `step` steps must not mix its checkpoints with later ones of another run.
 
         Raises:
-            UserError: the folder holds a checkpoint of a later step.
+            UserError: the folder holds a whole checkpoint of a later step.
         """
-        newest = find(self.folder)
-        if newest is not None and _step(newest) > step:
+        later = next((path for path in candidates(self.folder) if _step(path) > step and not _damage(path)), None)
+        if later is not None:
             raise UserError(
-                f"{newest} is of a later step than the {step} this run starts from; continue it with "
-                f"checkpoint.resume={newest}, or choose another checkpoint.dir"
+                f"{later} is of a later step than the {step} this run starts from; continue it with "
+                f"checkpoint.resume={later}, or choose another checkpoint.dir"
             )
 
+    def before(self, step: int) -> Path | None:
+        """The newest from before that step was taken; where there is none the oldest, or None."""
+        found = candidates(self.folder)
+        return next((path for path in found if _step(path) < step), found[-1] if found else None)
+
     def save(self, step: int, state: State) -> Path:
-        """Writes the state after `step` steps, then deletes all older ones but the newest `keep` - 1."""
+        """Writes the state after `step` steps, then deletes all older ones but the newest `keep` - 1.
+
+        What a killed run has left of a file goes too.
+
+        Raises:
+            CheckpointError: the disk refused it; all earlier ones are as they were.
+        """
         path = self.folder / f"step-{step:08d}.pt"
-        _write(path, state)
-        for old in [old for old in _all(self.folder) if _step(old) <= step][: -self.keep]:
+        self._write(path, state)
+        outdated = [old for old in _all(self.folder) if _step(old) <= step][: -self.keep]
+        for old in (*outdated, *self.folder.glob("*.partial")):
             old.unlink()
         return path
 
     def save_best(self, state: State) -> Path:
-        """Replaces best.pt."""
+        """Replaces best.pt. Raises CheckpointError as `save` does."""
         path = self.folder / "best.pt"
-        _write(path, state)
+        self._write(path, state)
         return path
+
+    def _write(self, path: Path, state: State) -> None:
+        try:
+            _write(path, state)
+        except OSError as error:
+            newest = find(self.folder)
+            earlier = f"continue with checkpoint.resume={newest}" if newest else "start again: there is no earlier one"
+            raise CheckpointError(
+                f"{path} could not be written ({error.strerror or error}); make room, and {earlier}"
+            ) from error
 
 
 def _write(path: Path, state: State) -> None:
-    """Under another name first, and to the disk, so that a kill leaves the old file or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Under another name first, and to the disk, so that a kill or a full disk leaves the old file or the new one."""
     partial = path.with_suffix(".partial")
-    with open(partial, "wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(partial, "w+b") as file:
+            torch.save(state, file)
+            file.write(SEAL + _digest(file, file.tell()))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException as error:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):  # torch.save hides the disk's
+            raise error.__context__ from None
+        raise
+
+
+def _digest(file: BinaryIO, size: int) -> bytes:
+    """SHA-256 of the first `size` bytes; the file stands after them."""
+    digest = hashlib.sha256()
+    file.seek(0)
+    while size > 0 and (block := file.read(min(size, 2**20))):
+        digest.update(block)
+        size -= len(block)
+    return digest.digest()
+
+
+def _damage(path: Path) -> str | None:
+    """What is wrong with a file, by its seal; None where it is as it was written."""
+    with open(path, "rb") as file:
+        size = max(0, path.stat().st_size - SEAL_SIZE)
+        digest, seal = _digest(file, size), file.read()
+    if not seal.startswith(SEAL):
+        return "it does not end in a checksum, so it is cut off or not of this trainer"
+    return None if seal == SEAL + digest else "its checksum does not match, so it was damaged"
 
 
 def _all(folder: Path) -> list[Path]:
@@ -91,30 +158,52 @@ def _step(path: Path) -> int:
     return int(NAME.fullmatch(path.name)[1])
 
 
-def find(source: str | Path) -> Path | None:
-    """A checkpoint file itself, or the newest in a folder or in its `checkpoints`; None where there is none."""
+def candidates(source: str | Path) -> list[Path]:
+    """A checkpoint file itself, or those in a folder or in its `checkpoints`, the newest first; none where none is."""
     source = Path(source)
     if source.is_file():
-        return source
-    return next((found[-1] for folder in (source, source / "checkpoints") if (found := _all(folder))), None)
+        return [source]
+    return next((found[::-1] for folder in (source, source / "checkpoints") if (found := _all(folder))), [])
 
 
-def load(source: str | Path, key: str = "checkpoint") -> State:
-    """The state in a checkpoint file or in the newest of a folder, on the CPU; `key` names the setting in messages.
+def find(source: str | Path) -> Path | None:
+    """The first of `candidates`, None where there is none."""
+    return next(iter(candidates(source)), None)
+
+
+def load(source: str | Path, key: str = "checkpoint", tell: Callable[[str], None] = print) -> State:
+    """The state in a checkpoint file or in the newest whole one of a folder, on the CPU.
+
+    `key` names the setting in messages, and `tell` is told which newer ones were passed over.
 
     Raises:
-        UserError: there is none, or it is broken.
+        UserError: there is none, or none that is whole.
     """
-    path = find(source)
-    if path is None:
-        raise UserError(f"{key}={source} is neither a checkpoint nor a folder of them; give a step-*.pt or its folder")
+    refused: list[CheckpointError] = []
+    for path in candidates(source):
+        try:
+            state = _read(path)
+        except CheckpointError as error:
+            refused.append(error)
+            continue
+        if refused:
+            tell(f"{'; '.join(map(str, refused))}; {path} is taken instead")
+        return state
+    if refused:
+        raise UserError(f"{'; '.join(map(str, refused))}; give another with {key}=")
+    raise UserError(f"{key}={source} is neither a checkpoint nor a folder of them; give a step-*.pt or its folder")
+
+
+def _read(path: Path) -> State:
+    if damage := _damage(path):
+        raise CheckpointError(f"{path} is no readable checkpoint ({damage})")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # a torn or foreign file raises anything from EOFError to UnpicklingError
+    except Exception as error:  # a foreign file raises anything from EOFError to UnpicklingError
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"{path} is no readable checkpoint ({reason}); give another with {key}=") from error
+        raise CheckpointError(f"{path} is no readable checkpoint ({reason})") from error
     if not isinstance(state, dict) or not {"model", "model_config", "tokenizer", "step"} <= state.keys():
-        raise UserError(f"{path} is not a checkpoint of this trainer; give another with {key}=")
+        raise CheckpointError(f"{path} is not a checkpoint of this trainer")
     return state
 
 

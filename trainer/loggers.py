@@ -15,9 +15,10 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from http.client import HTTPException
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, Self
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
@@ -76,13 +77,16 @@ class JsonlLogger(Logger):
     """One JSON object a line: {"step": ..., "tokens": ..., metrics}, on disk as soon as `log` returns.
 
     Strict JSON: a metric that is NaN or infinite keeps its key and becomes null. An existing file is continued, without
-    the torn last line that a killed run may have left.
+    the torn last line that a killed run may have left. What a full disk refuses is told once through `on_failure`,
+    kept, and written with a later row.
     """
 
-    def __init__(self, path: str | os.PathLike[str]):
+    def __init__(self, path: str | os.PathLike[str], on_failure: Callable[[str], None] = print):
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: TextIO | None = None
+        self._on_failure = on_failure
+        self._file: FileIO | None = None
+        self._unwritten = b""
         self.truncate_after(math.inf)
 
     def truncate_after(self, step: float) -> None:
@@ -93,13 +97,19 @@ class JsonlLogger(Logger):
             shorter = self.path.with_name(self.path.name + ".tmp")
             shorter.write_bytes(b"".join(line + b"\n" for line in kept))
             os.replace(shorter, self.path)
-        self._file = self.path.open("a", encoding="utf-8")
+        self._file = self.path.open("ab", buffering=0)
 
     def log(self, step: int, tokens: int, metrics: Metrics) -> None:
         finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
         row = {"step": step, "tokens": tokens} | finite
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
-        self._file.flush()
+        was_full = bool(self._unwritten)
+        self._unwritten += json.dumps(row, allow_nan=False).encode() + b"\n"
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        except OSError as error:
+            if not was_full:
+                self._on_failure(f"{self.path} cannot be written ({error.strerror}); its rows wait until there is room")
 
     def close(self, failed: bool = False) -> None:
         if self._file:
@@ -390,7 +400,7 @@ def start_loggers(
     path = Path(folder) / "metrics.jsonl"
     if resumed_step is None and path.exists():
         path.replace(path.with_name("metrics.previous.jsonl"))
-    rows = JsonlLogger(path)
+    rows = JsonlLogger(path, on_failure=screen.message)
     if resumed_step is not None:
         rows.truncate_after(resumed_step)
     # The last is closed first, so that what wandb has to say at its end still finds the console.

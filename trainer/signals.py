@@ -1,12 +1,19 @@
 """Ending a run when the user or the machine asks for it."""
 
+import os
 import signal
 from types import FrameType
 from typing import Self
 
+SHOW_CURSOR = "\x1b[?25h"  # which a live progress line hides
+
 
 class StopRequest:
-    """Context in which the first SIGINT or SIGTERM only sets `signal`; a second one acts as it usually does."""
+    """Context in which the first SIGINT or SIGTERM only sets `signal`, so that the run can save and end.
+
+    After it SIGINT ends the process at once, whatever it is at; SIGTERM changes nothing more, since launchers and
+    schedulers may well send it twice.
+    """
 
     def __init__(self):
         self.signal: signal.Signals | None = None
@@ -16,12 +23,14 @@ class StopRequest:
         return self
 
     def __exit__(self, *_) -> None:
-        self._restore()
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.signal = signal.Signals(number)
-        self._restore()
-
-    def _restore(self) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None:
+            return
+        self.signal = signal.Signals(number)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        cursor = SHOW_CURSOR if os.isatty(2) else ""
+        told = f"{cursor}\n{self.signal.name}: saving after this step; Ctrl-C ends the run at once, without\n"
+        os.write(2, told.encode())  # not by print, which the signal may have interrupted

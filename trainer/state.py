@@ -23,6 +23,8 @@ class TrainState:
     """Optimizer steps finished."""
     best_loss: float = float("inf")
     """Lowest validation loss so far, in nats."""
+    skipped: int = 0
+    """Steps so far that were not finite, and dropped."""
     config: State = field(default_factory=dict)
     """The settings of the run, to be read by whoever finds the checkpoint; a resumed run goes by its own."""
 
@@ -37,6 +39,7 @@ class TrainState:
             "tokenizer": self.tokenizer,
             "step": self.step,
             "best_loss": self.best_loss,
+            "skipped": self.skipped,
             "rng": rng_state(),
         }
 
@@ -45,7 +48,7 @@ class TrainState:
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
         self.loader.load_state_dict(state["loader"])
-        self.step, self.best_loss = state["step"], state["best_loss"]
+        self.step, self.best_loss, self.skipped = state["step"], state["best_loss"], state["skipped"]
         set_rng_state(state["rng"])
 
 

@@ -1,3 +1,4 @@
+import os
 import threading
 
 import numpy as np
@@ -6,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.loader import TrainLoader, WindowOrder, document_cuts, validation_batches
+from data.loader import DataError, TrainLoader, WindowOrder, document_cuts, validation_batches
 from errors import UserError
 
 CPU = torch.device("cpu")
@@ -122,6 +123,29 @@ def test_a_token_outside_the_vocabulary_names_file_and_byte():
     )
     with pytest.raises(UserError, match=r"val\.bin holds the token 60000 at byte 122"):
         list(batches)
+
+
+@pytest.mark.parametrize("fault", ["cut", "emptied", "removed", "longer"])
+def test_a_file_that_changes_while_it_is_read_is_told(tmp_path, fault):
+    """Cut short under a memory map, it killed the process by SIGBUS."""
+    path = tmp_path / "train.bin"
+    content = numbered(100_000) % 50257
+    content.tofile(path)
+    tokens = np.memmap(path, dtype="<u2", mode="r")
+    with loader_of(content) as whole, loader_of(tokens) as loader:
+        assert torch.equal(loader.next_batch()[0], whole.next_batch()[0])
+        before = loader.state_dict()
+        loader.load_state_dict(before)  # nothing is prefetched any more
+        if fault == "removed":
+            path.unlink()
+        else:
+            os.truncate(path, {"cut": 8192, "emptied": 0, "longer": 300_000}[fault])
+        words = "can no longer be read" if fault == "removed" else "train.bin went from 200000 to"
+        with pytest.raises(DataError, match=f"{words}.*put it back as it was"):
+            loader.next_batches(3)
+        content.tofile(path)
+        assert loader.state_dict() == before
+        assert torch.equal(loader.next_batch()[0], whole.next_batch()[0]), "nothing was passed over"
 
 
 def test_a_file_shorter_than_a_window_is_refused():

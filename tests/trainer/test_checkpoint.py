@@ -1,9 +1,13 @@
+import hashlib
 import os
 import pickle
 import random
+import re
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +19,18 @@ from data.loader import TrainLoader
 from errors import UserError
 from model.attention import AttentionConfig, build_attention
 from model.gpt2 import GPT2, ModelConfig
-from trainer.checkpoint import CheckpointConfig, Checkpoints, find, load, rng_state, set_rng_state
+from tests.e2e import largest_file
+from trainer.checkpoint import (
+    SEAL,
+    SEAL_SIZE,
+    CheckpointConfig,
+    CheckpointError,
+    Checkpoints,
+    find,
+    load,
+    rng_state,
+    set_rng_state,
+)
 from trainer.optimizer import OptimizerConfig, build_optimizer, optimizer_step
 from trainer.state import TrainState, check_resumable
 
@@ -100,36 +115,65 @@ def test_a_run_on_other_tokens_is_not_continued():
         check_resumable(small(model_config=vars(SHAPE)), SHAPE, "gpt2", "this")
 
 
-def fail_half_way(state, file):
-    file.write(b"PK\x03\x04 half a checkpoint")
-    raise OSError("no space left on device")
-
-
 def fail(*args):
     raise OSError("no space left on device")
 
 
-@pytest.mark.parametrize(
-    ("module", "name", "failure"),
-    [(torch, "save", fail_half_way), (os, "fsync", fail), (os, "replace", fail)],
-    ids=["while writing", "while syncing", "while renaming"],
-)
-def test_a_failure_leaves_the_earlier_files_as_they_were(tmp_path, module, name, failure):
+def assert_saving_fails_and_changes_nothing(checkpoints: Checkpoints, reason: str, state: dict) -> None:
+    before = {path: path.read_bytes() for path in checkpoints.folder.iterdir()}
+    remedy = f"make room, and continue with checkpoint.resume={find(checkpoints.folder)}"
+    for save in (lambda: checkpoints.save(1, state), lambda: checkpoints.save(2, state)):
+        with pytest.raises(CheckpointError, match=f"{re.escape(reason)}.*; {re.escape(remedy)}"):
+            save()
+    with pytest.raises(CheckpointError, match=f"best.pt could not be written .*{re.escape(reason)}"):
+        checkpoints.save_best(state)
+    assert {path: path.read_bytes() for path in checkpoints.folder.iterdir()} == before
+
+
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+def test_a_failure_leaves_the_earlier_files_as_they_were(tmp_path, monkeypatch, step):
     checkpoints = Checkpoints(tmp_path, keep=1)
     checkpoints.save(1, small(1))
     checkpoints.save_best(small(1))
-    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, name, failure)
-        for write in (lambda: checkpoints.save(1, small(9)), lambda: checkpoints.save_best(small(9))):
-            with pytest.raises(OSError, match="no space"):
-                write()
-        with pytest.raises(OSError, match="no space"):
-            checkpoints.save(2, small(2))
-    assert {path: path.read_bytes() for path in before} == before
-    assert load(tmp_path)["step"] == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(os, step, fail)
+        assert_saving_fails_and_changes_nothing(checkpoints, "no space", small(9))
     checkpoints.save(2, small(2))
     assert load(tmp_path)["step"] == 2
+
+
+@pytest.mark.parametrize("missing", ["all", "most", "the seal", "a byte"])
+def test_a_disk_that_fills_up_leaves_the_earlier_files_as_they_were(tmp_path, missing):
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    size = checkpoints.save(1, small(1)).stat().st_size
+    checkpoints.save_best(small(1))
+    room = {"all": 0, "most": size // 3, "the seal": size - SEAL_SIZE, "a byte": size - 1}[missing]
+    with largest_file(room):
+        assert_saving_fails_and_changes_nothing(checkpoints, "File too large", small(9))
+    checkpoints.save(2, small(2))
+    assert load(tmp_path)["step"] == 2
+
+
+@pytest.fixture
+def small_disk(tmp_path) -> Iterator[Path]:
+    """A file system of its own, of 64 KiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], capture_output=True, text=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"mounting is not allowed here ({mounted.stderr.strip()})")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_full_file_system_leaves_the_earlier_files_as_they_were(small_disk):
+    checkpoints = Checkpoints(small_disk, keep=2)
+    checkpoints.save(1, small(1))
+    assert_saving_fails_and_changes_nothing(checkpoints, "No space left on device", small(9, more=torch.zeros(20_000)))
+    checkpoints.save(2, small(2))
+    assert load(small_disk)["step"] == 2
 
 
 def test_the_newest_stay_and_the_best_besides(tmp_path):
@@ -138,6 +182,7 @@ def test_the_newest_stay_and_the_best_besides(tmp_path):
         checkpoints.save(step, small(step))
         if step == 10:
             checkpoints.save_best(small(step))
+            (checkpoints.folder / "step-00000099.partial").write_bytes(b"PK")  # of a killed run
     names = sorted(path.name for path in checkpoints.folder.iterdir())
     assert names == ["best.pt", "step-00000100.pt", "step-00001000.pt"]
     assert load(checkpoints.folder / "best.pt")["step"] == 10
@@ -185,6 +230,37 @@ def test_a_file_cut_anywhere_is_refused_by_name(whole, tmp_path_factory, share):
         load(path)
 
 
+@given(share=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+@settings(deadline=None, max_examples=60)
+def test_a_file_with_any_bit_flipped_is_refused_by_name(whole, tmp_path_factory, share, bit):
+    path, flipped = tmp_path_factory.getbasetemp() / "step-00000008.pt", bytearray(whole)
+    flipped[int(share * len(whole))] ^= 1 << bit
+    path.write_bytes(flipped)
+    with pytest.raises(UserError, match=f"{path.name} is no readable checkpoint .*checksum"):
+        load(path)
+
+
+def test_the_newest_whole_checkpoint_of_a_folder_is_taken_and_the_others_told(tmp_path):
+    checkpoints, told = Checkpoints(tmp_path, keep=9), []
+    first, second, third = (checkpoints.save(step, small(step)) for step in (10, 20, 30))
+    second.write_bytes(second.read_bytes()[:-100])
+    third.write_bytes(third.read_bytes().replace(b"byte", b"Byte"))
+    assert load(tmp_path, tell=told.append)["step"] == 10
+    (line,) = told
+    assert re.search(rf"{third} .*does not match.*; {second} .*cut off.*; {first} is taken instead", line)
+    Checkpoints(tmp_path, keep=9).refuse_later_than(10)  # what is damaged is in nobody's way
+    first.write_bytes(b"")
+    with pytest.raises(UserError, match=f"{third} .*{second} .*{first} .*give another with resume="):
+        load(tmp_path, key="resume")
+
+
+def seal(path: Path) -> Path:
+    """A foreign file with what ends one of ours."""
+    content = path.read_bytes()
+    path.write_bytes(content + SEAL + hashlib.sha256(content).digest())
+    return path
+
+
 @pytest.mark.parametrize(
     "content",
     [[1, 2], torch.zeros(3), {"model": {}, "step": 1}, {"weights": torch.zeros(3)}],
@@ -193,16 +269,19 @@ def test_a_file_cut_anywhere_is_refused_by_name(whole, tmp_path_factory, share):
 def test_a_foreign_file_of_torch_is_refused_by_name(tmp_path, content):
     path = tmp_path / "foreign.pt"
     torch.save(content, path)
+    with pytest.raises(UserError, match="foreign.pt is no readable checkpoint .*not of this trainer"):
+        load(path)
     with pytest.raises(UserError, match="foreign.pt is not a checkpoint of this trainer; give another with resume="):
-        load(path, key="resume")
+        load(seal(path), key="resume")
 
 
 @pytest.mark.parametrize("content", [b"", b"a text\n" * 100, bytes(1000)], ids=["empty", "text", "zeros"])
 def test_a_foreign_file_is_refused_by_name(tmp_path, content):
     path = tmp_path / "foreign.pt"
     path.write_bytes(content)
-    with pytest.raises(UserError, match="foreign.pt is no readable checkpoint"):
-        load(path)
+    for refused in (path, seal(path)):
+        with pytest.raises(UserError, match="foreign.pt is no readable checkpoint"):
+            load(refused)
 
 
 class Intruder:
@@ -223,8 +302,8 @@ class Intruder:
 def test_code_in_a_checkpoint_is_refused_and_not_run(tmp_path, write):
     path, folder = tmp_path / "step-00000001.pt", tmp_path / "intruded"
     write(small(rng=Intruder(folder)), path)
-    with pytest.raises(UserError, match="no readable checkpoint"):
-        load(path)
+    with pytest.raises(UserError, match="no readable checkpoint .*Weights only load failed"):
+        load(seal(path))
     assert not folder.exists()
 
 
@@ -253,3 +332,8 @@ def test_the_draws_after_a_restored_state_are_those_after_the_saved_one(tmp_path
 def test_an_impossible_setting_is_refused_by_name(key, value):
     with pytest.raises(UserError, match=f"checkpoint.{key}={value} must be at least 1"):
         CheckpointConfig(**{key: value})
+
+
+def test_an_unknown_answer_to_a_full_disk_is_refused():
+    with pytest.raises(UserError, match="checkpoint.on_error=ignore is unknown; choose stop or continue"):
+        CheckpointConfig(on_error="ignore")

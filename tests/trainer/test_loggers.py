@@ -91,6 +91,18 @@ def test_a_torn_last_line_is_dropped(tmp_path, torn):
     assert [row["step"] for row in rows(path)] == [10, 20]
 
 
+def test_rows_that_a_full_disk_refuses_are_told_once_and_written_later(tmp_path):
+    told = []
+    log = JsonlLogger(tmp_path / "metrics.jsonl", on_failure=told.append)
+    log.log(1, 10, {"train/loss": 3.5})
+    with e2e.largest_file(log.path.stat().st_size + 5):  # half a row fits
+        for step in (2, 3):
+            log.log(step, 10 * step, {"train/loss": 3.5})
+    assert len(told) == 1 and "metrics.jsonl cannot be written (File too large)" in told[0]
+    log.log(4, 40, {})
+    assert [row["step"] for row in rows(log.path)] == [1, 2, 3, 4]
+
+
 # Console
 
 

@@ -1,0 +1,254 @@
+"""Faults injected into whole runs on a CPU: one clear sentence each, and nothing is lost."""
+
+import itertools
+import json
+import math
+import os
+import re
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from model.gpt2 import GPT2
+from tests.e2e import TINY, at_call, curve, largest_file, load, rows, run, start, train
+from trainer import checkpoint
+from trainer.checkpoint import find
+from trainer.folders import claimed
+
+pytest_plugins = ["tests.e2e"]
+
+LOSSES = ("train/loss", "train/grad_norm", "val/loss")
+EACH_5 = ("train.max_steps=20", "checkpoint.interval=5", "checkpoint.dir=kept")
+
+
+def fill_disk_at(monkeypatch, *names: str) -> None:
+    """The disk is full whenever a checkpoint of one of these names is written."""
+    write = checkpoint._write
+
+    def write_on_a_full_disk(path, state):
+        with largest_file(1000 if path.name in names else 2**40):
+            write(path, state)
+
+    monkeypatch.setattr(checkpoint, "_write", write_on_a_full_disk)
+
+
+def test_full_disk_stops_the_run_with_the_checkpoint_to_continue(workplace, monkeypatch):
+    train("whole", *EACH_5[:2]).ok()
+    fill_disk_at(monkeypatch, "step-00000015.pt")
+    outcome = train("run", *EACH_5)
+    (sentence,) = outcome.err.splitlines()
+    assert outcome.code == 2
+    assert "step-00000015.pt could not be written (File too large); make room, and continue with" in sentence
+    assert not list(Path("kept").glob("*.partial"))
+    monkeypatch.undo()
+    monkeypatch.chdir(workplace)
+    train("run", *EACH_5, re.search(r"checkpoint\.resume=\S+10\.pt", sentence).group()).ok()
+    assert curve("run", *LOSSES) == curve("whole", *LOSSES)
+
+
+def test_full_disk_is_told_and_training_goes_on_where_that_is_asked_for(workplace, monkeypatch):
+    train("whole", *EACH_5[:2]).ok()
+    fill_disk_at(monkeypatch, "step-00000015.pt", "best.pt")
+    outcome = train("run", *EACH_5, "checkpoint.on_error=continue").ok()
+    told = [line for line in outcome.out.splitlines() if "training goes on" in line]
+    assert len([line for line in told if "step-00000015.pt could not be written" in line]) == 1
+    assert sorted(path.name for path in Path("kept").iterdir()) == ["step-00000010.pt", "step-00000020.pt"]
+    assert curve("run", *LOSSES) == curve("whole", *LOSSES)
+
+
+def test_run_does_not_end_well_without_its_last_checkpoint(workplace, monkeypatch):
+    fill_disk_at(monkeypatch, "step-00000020.pt")
+    outcome = train("run", *EACH_5, "checkpoint.on_error=continue")
+    assert outcome.code == 2 and outcome.err.startswith("error: kept/step-00000020.pt could not be written")
+
+
+def test_damaged_checkpoint_is_passed_over_by_the_run_that_resumes(workplace):
+    train("whole", *EACH_5[:2]).ok()
+    train("run", *EACH_5).ok()
+    newest = Path("kept/step-00000020.pt")
+    newest.write_bytes(newest.read_bytes()[:-1])
+    outcome = train("run", *EACH_5, "checkpoint.resume=auto").ok()
+    (line,) = [line for line in outcome.out.splitlines() if "is taken instead" in line]
+    assert "step-00000020.pt" in line and "cut off" in line and line.endswith("step-00000015.pt is taken instead")
+    assert "continuing after step 15" in outcome.out
+    assert curve("run", *LOSSES) == curve("whole", *LOSSES)
+    assert load(newest)["step"] == 20
+
+
+def twice(number: int) -> None:
+    for _ in range(2):
+        os.kill(os.getpid(), number)
+
+
+def test_a_second_sigterm_lets_the_run_save(workplace, monkeypatch):
+    monkeypatch.setattr(GPT2, "forward", at_call(8, lambda: twice(signal.SIGTERM), GPT2.forward))
+    outcome = train("run", "train.max_steps=20")
+    assert outcome.code == 128 + signal.SIGTERM, "what Slurm is told to requeue on"
+    assert load(find("run"))["step"] == curve("run")[-1][0] == 8
+
+
+INTERRUPTED = """
+import signal, train
+from tests.test_failures import GPT2, at_call, twice
+GPT2.forward = at_call(8, lambda: twice(signal.SIGINT), GPT2.forward)
+train.launch(train.main, "config")
+"""
+
+
+def test_a_second_ctrl_c_stops_at_once(workplace):
+    process = start("-c", INTERRUPTED, *TINY, "train.max_steps=20", "checkpoint.interval=5", "hydra.run.dir=run")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGINT
+    assert err == "\nSIGINT: saving after this step; Ctrl-C ends the run at once, without\n"
+    assert load(find("run"))["step"] == 5 and curve("run")[-1] == (7,)
+
+
+def spoil(monkeypatch, factor: float, *calls: int) -> None:
+    """The model's loss is multiplied by `factor` at its calls of these numbers."""
+    forward, count = GPT2.forward, itertools.count(1)
+    monkeypatch.setattr(
+        GPT2, "forward", lambda *args, **kw: forward(*args, **kw) * (factor if next(count) in calls else 1)
+    )
+
+
+def test_steps_that_are_not_finite_are_skipped_counted_and_told(workplace, monkeypatch):
+    spoil(monkeypatch, math.nan, 7, 8)
+    outcome = train("run", "train.max_steps=10", "train.on_nan=skip").ok()
+    skips = curve("run", "train/skipped_steps")
+    assert skips == [(step, max(0, min(step, 8) - 6)) for step in range(1, 11)]
+    assert outcome.out.count("the weights did not take it, as train.on_nan=skip") == 2
+    assert [row["train/loss"] is None for row in rows("run")] == [step in (7, 8) for step in range(1, 11)]
+    state = load("run/checkpoints/step-00000010.pt")
+    assert state["skipped"] == 2 and all(weight.isfinite().all() for weight in state["model"].values())
+    assert {int(moments["step"]) for moments in state["optimizer"]["state"].values()} == {8}
+
+
+def test_too_many_steps_in_a_row_that_are_not_finite_stop_the_run(workplace, monkeypatch):
+    spoil(monkeypatch, math.nan, *range(3, 12), *range(13, 23))
+    outcome = train("run", "train.max_steps=40", "train.on_nan=skip", "train.log_interval=4", "train.eval_interval=99")
+    assert outcome.code == 2 and "the loss was nan and the gradient norm nan at step 22;" in outcome.err
+    assert "lower optimizer.lr" in outcome.err and len(outcome.err.splitlines()) == 1
+
+
+def replayed(outcome) -> dict:
+    return json.loads(Path(outcome.ok().out.splitlines()[-1].removeprefix("outputs in "), "replay.json").read_text())
+
+
+def test_spike_is_recorded_and_its_batch_replayed_to_the_bit(workplace, monkeypatch):
+    """Logged every 4 steps, so that the record is made when the loader is further on."""
+    often = ("train.max_steps=28", "checkpoint.interval=1", "checkpoint.keep=9", "train.grad_accumulation=2")
+    spoil(monkeypatch, 100.0, 49, 50)  # the two micro-batches of step 25
+    outcome = train("run", *often, "train.log_interval=4", "train.eval_interval=99")
+    (line,) = [line for line in outcome.ok().out.splitlines() if "times the usual" in line]
+    file = re.search(r"python train.py (replay=\S+)", line).group(1)
+    assert "at step 25," in line and file.endswith("run/replay/step-00000025.json")
+    monkeypatch.undo()
+    monkeypatch.chdir(workplace)
+    result = replayed(run("train.py", file, "device=cpu"))
+    recorded = json.loads(Path(file.removeprefix("replay=")).read_text())
+    assert recorded["checkpoint"].endswith("step-00000024.pt")
+    assert [100 * result[key] for key in ("loss", "grad_norm")] == pytest.approx(
+        [recorded[key] for key in ("loss", "grad_norm")], rel=1e-6
+    )
+    by_others = replayed(run("train.py", file, "device=cpu", "checkpoint=run/checkpoints/step-00000020.pt"))
+    assert by_others["loss"] != result["loss"] and by_others["checkpoint"].endswith("20.pt")
+    shutil.rmtree("run/checkpoints")
+    refused = run("train.py", file, "device=cpu")
+    assert refused.code == 2 and "are gone; give checkpoint=" in refused.err
+
+
+def test_two_runs_do_not_write_into_one_folder(workplace):
+    train("whole", *EACH_5[:2]).ok()
+    before = Path("whole/metrics.jsonl").read_bytes()
+    for claim in ({Path("whole"): "hydra.run.dir"}, {Path("whole/checkpoints"): "checkpoint.dir"}):
+        (setting,) = claim.values()
+        resume = ("checkpoint.resume=auto", "checkpoint.dir=whole/checkpoints", "train.max_steps=30")
+        with claimed(claim):
+            outcome = train("whole", *resume)
+        assert outcome.code == 2
+        assert f"another run writes to {next(iter(claim)).resolve()}; wait for it" in outcome.err
+        assert outcome.err.endswith(f"choose another {setting}\n")
+    assert Path("whole/metrics.jsonl").read_bytes() == before
+    train("whole", *resume).ok()
+    assert not list(Path("whole").rglob(".lock"))
+
+
+@pytest.mark.parametrize("setting", ["hydra.run.dir", "checkpoint.dir"])
+@pytest.mark.parametrize("place", ["/sys/kernel", "tokens/train.bin/run"], ids=["read-only", "below a file"])
+def test_folder_that_cannot_be_written_to_is_refused(workplace, setting, place):
+    outcome = train("run", f"{setting}={place}")
+    (sentence,) = outcome.err.splitlines()
+    assert outcome.code == 2 and place in sentence and setting in sentence, sentence
+    assert not any(Path().glob("run/**/*"))
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_token_file_cut_while_training_loses_no_step(workplace, monkeypatch, split):
+    train("whole", "train.max_steps=20", "train.grad_accumulation=2").ok()
+    kept = Path(f"tokens/{split}.bin").read_bytes()
+    cut = at_call(10, lambda: os.truncate(f"tokens/{split}.bin", 1024), GPT2.forward)
+    monkeypatch.setattr(GPT2, "forward", cut)
+    outcome = train("run", "train.max_steps=20", "train.grad_accumulation=2")
+    (sentence,) = outcome.err.splitlines()
+    assert f"{split}.bin went from {len(kept)} to 1024 bytes while in use" in sentence
+    monkeypatch.undo()
+    monkeypatch.chdir(workplace)
+    Path(f"tokens/{split}.bin").write_bytes(kept)
+    saved = re.search(r"The state is saved in (\S+step-\d+\.pt)\.$", sentence).group(1)
+    train("run", f"checkpoint.resume={saved}", "train.max_steps=20", "train.grad_accumulation=2").ok()
+    assert curve("run", *LOSSES)[-10:] == curve("whole", *LOSSES)[-10:]
+
+
+# Forks train.py as often as its first argument says, kills it each time, and lets it finish at last. A kill comes up to
+# 10 ms after one of the next calls of what makes a step, or of a part of writing a checkpoint.
+KILLER = """
+import os, random, signal, sys, time
+import torch
+import train
+
+times, arguments = int(sys.argv[1]), sys.argv[2:]
+
+def fork(module, name):
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        function = getattr(module, name)
+        setattr(module, name, lambda *args, **kwargs: (os.write(writing, b"."), function(*args, **kwargs))[1])
+        sys.argv[1:] = arguments
+        train.launch(train.main, "config")
+        os._exit(0)
+    os.close(writing)
+    return pid, reading
+
+moments = [(train, "train_step"), (torch, "save"), (os, "fsync"), (os, "replace")]
+for life in range(times):
+    pid, calls = fork(*moments[life % len(moments)])
+    for _ in range(random.randint(1, 3)):
+        os.read(calls, 1)
+    time.sleep(random.uniform(0, 0.01))
+    os.kill(pid, signal.SIGKILL)
+    assert os.waitpid(pid, 0)[1] == signal.SIGKILL, "it had ended"
+    os.close(calls)
+pid, _ = fork(*moments[0])
+sys.exit(os.waitpid(pid, 0)[1])
+"""
+
+
+@pytest.mark.parametrize("times", [4, pytest.param(20, marks=pytest.mark.slow)])
+def test_run_killed_again_and_again_ends_as_if_it_had_not_been(workplace, times):
+    settings = ("train.max_steps=80", "checkpoint.interval=1", "model.dropout=0.2")
+    train("whole", *settings).ok()
+    killed = (*settings, "hydra.run.dir=killed", "checkpoint.dir=killed/checkpoints", "checkpoint.resume=auto")
+    process = start("-c", KILLER, str(times), *TINY, *killed)
+    out, err = process.communicate(timeout=280)
+    assert process.returncode == 0 and "Traceback" not in err, err
+    assert out.count("continuing after step") >= times // 2
+    assert [step for step, *_ in curve("killed")] == list(range(1, 81))
+    assert curve("killed", *LOSSES) == curve("whole", *LOSSES)
+    ours, theirs = (load(f"{folder}/checkpoints/step-00000080.pt") for folder in ("killed", "whole"))
+    torch.testing.assert_close(ours["model"], theirs["model"], rtol=0, atol=0)
+    torch.testing.assert_close(ours["optimizer"], theirs["optimizer"], rtol=0, atol=0)
+    assert not list(Path("killed/checkpoints").glob("*.partial"))

@@ -1,0 +1,46 @@
+import math
+
+import pytest
+
+from errors import UserError
+from trainer.anomalies import Watch, read_record
+
+
+@pytest.fixture
+def watch(tmp_path) -> Watch:
+    return Watch(tmp_path, spike_factor=4.0)
+
+
+def test_a_spike_is_told_by_the_median_of_the_norms_before_it(watch):
+    assert [watch.spike(norm) for norm in [50.0, *[1.0] * 18, 50.0]] == [None] * 20, "too few to tell"
+    assert watch.spike(4.0) is None
+    assert watch.spike(4.5) == 4.5
+    assert watch.spike(math.inf) is None and watch.spike(math.nan) is None
+    assert [watch.spike(3.0) for _ in range(100)] == [None] * 100
+    assert watch.spike(9.0) is None, "the usual has risen to 3"
+    assert watch.spike(15.0) == 5.0
+
+
+def test_without_a_factor_nothing_is_a_spike(tmp_path):
+    watch = Watch(tmp_path, spike_factor=None)
+    assert [watch.spike(norm) for norm in [*[1.0] * 30, 1e9]] == [None] * 31
+
+
+def test_steps_that_are_not_finite_are_counted_in_a_row(watch):
+    steps = [(1.0, 1.0), (math.nan, 1.0), (1.0, math.inf), (2.0, 1.0), (math.inf, math.nan)]
+    counts = [(watch.is_broken(*step, overflow_is_normal=False), watch.in_a_row) for step in steps]
+    assert counts == [(False, 0), (True, 1), (True, 2), (False, 0), (True, 1)]
+
+
+def test_an_overflow_is_normal_for_fp16_unless_it_is_the_loss(watch):
+    assert not watch.is_broken(1.0, math.inf, overflow_is_normal=True)
+    assert watch.is_broken(math.nan, math.nan, overflow_is_normal=True)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "3", '{"step": 3}', None])
+def test_what_is_no_record_is_refused(tmp_path, content):
+    path = tmp_path / "record.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(UserError, match=f"replay={path} .*give a file of a run's replay folder"):
+        read_record(path)

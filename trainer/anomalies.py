@@ -1,0 +1,86 @@
+"""Steps that went wrong: told by their loss and gradient norm, and recorded so that they can be replayed."""
+
+import json
+import math
+from collections import deque
+from pathlib import Path
+from statistics import median
+
+from errors import UserError
+from trainer.checkpoint import State
+from trainer.state import TrainState
+
+REMEMBERED = 100  # gradient norms that tell what is usual
+NEEDED = 20  # of them, before one can be unusual
+IN_A_ROW = 10  # steps that are not finite, at which skipping ends
+
+
+class Watch:
+    """Judges the steps of a run, one after the other, and records some as files of `folder`.
+
+    A gradient norm is a spike if it is more than `spike_factor` times the median of the last hundred (None: none is).
+    """
+
+    def __init__(self, folder: Path, spike_factor: float | None):
+        self.folder, self.spike_factor = folder, spike_factor
+        self.in_a_row = 0
+        """Steps up to now that were not finite."""
+        self._norms: deque[float] = deque(maxlen=REMEMBERED)
+
+    def is_broken(self, loss: float, norm: float, overflow_is_normal: bool) -> bool:
+        """Whether the step was not finite; `overflow_is_normal` in fp16, which finds its loss scale by such norms."""
+        broken = not math.isfinite(loss) or not (math.isfinite(norm) or overflow_is_normal)
+        self.in_a_row = self.in_a_row + 1 if broken else 0
+        return broken
+
+    def spike(self, norm: float) -> float | None:
+        """How many times the usual this step's gradient norm is, if that is too many."""
+        if not math.isfinite(norm):
+            return None
+        usual = median(self._norms) if len(self._norms) >= NEEDED else math.inf
+        self._norms.append(norm)
+        is_spike = self.spike_factor is not None and norm > self.spike_factor * usual
+        return norm / usual if is_spike else None
+
+    def record(
+        self, step: int, loss: float, norm: float, *, state: TrainState, windows: int, weights: Path | None
+    ) -> Path:
+        """Writes what it takes to run the batch of that step again, and returns the file.
+
+        A step reads `windows` windows; `weights` are the checkpoint to run it by.
+        """
+        loader = state.loader.state_dict()
+        loader["position"] -= (state.step - step + 1) * windows
+        content = {
+            "step": step,
+            "loss": loss if math.isfinite(loss) else None,
+            "grad_norm": norm if math.isfinite(norm) else None,
+            "checkpoint": None if weights is None else str(weights),
+            "loader": loader,
+            "scaler": state.scaler.state_dict(),
+            "config": state.config,
+        }
+        self.folder.mkdir(exist_ok=True)
+        path = self.folder / f"step-{step:08d}.json"
+        path.write_text(json.dumps(content, indent=2) + "\n")
+        return path
+
+
+def read_record(path: Path) -> State:
+    """What `record` wrote.
+
+    Raises:
+        UserError: there is none, or it is none.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        whole = content.keys() >= {"step", "checkpoint", "loader", "scaler", "config"}
+    except OSError as error:
+        raise UserError(
+            f"replay={path} cannot be read ({error.strerror}); give a file of a run's replay folder"
+        ) from error
+    except (ValueError, AttributeError):
+        whole = False
+    if not whole:
+        raise UserError(f"replay={path} is no record of a step; give a file of a run's replay folder")
+    return content

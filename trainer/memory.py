@@ -1,0 +1,70 @@
+"""What to tell when the GPU's memory does not suffice: what did not fit, and settings that do, found by trying them."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from trainer.meters import GIB
+from trainer.precision import Compute
+
+
+def out_of_memory(
+    told: str, model: nn.Module, optimizer: torch.optim.Optimizer, compute: Compute, batch_size: int, micro_steps: int
+) -> str:
+    """A sentence on steps of `micro_steps` micro-batches that ran out of memory, of which torch said `told`.
+
+    Nobody may hold the activations of the step that failed: not its traceback either.
+    """
+    shape, device = model.config, compute.device
+    peak = f" at a peak of {torch.cuda.max_memory_allocated(device) / GIB:.1f} GiB" if device.type == "cuda" else ""
+    sizes = candidates(batch_size, micro_steps, shape.context_length)
+    fitting = (settings for settings, *size in sizes if _fits(model, optimizer, compute, *size))
+    remedy = next(fitting, None)
+    return (
+        f"out of memory{peak} ({told}): a GPT-2 of {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters, "
+        f"train.batch_size={batch_size}, model.context_length={shape.context_length}; "
+        + (f"what fits is {remedy}" if remedy else "one short sequence does not fit either, so choose a smaller model")
+    )
+
+
+def candidates(batch_size: int, micro_steps: int, context: int) -> Iterator[tuple[str, int, int, bool]]:
+    """Settings in the order to try them, and their batch size, context, and whether activations are checkpointed.
+
+    First smaller micro-batches of the same step, then single sequences whose activations are computed twice, then
+    shorter ones.
+    """
+    whole = batch_size * micro_steps
+    for size in range(batch_size - 1, 0, -1):
+        if whole % size == 0:
+            yield f"train.batch_size={size} train.grad_accumulation={whole // size}", size, context, False
+    single = f"train.batch_size=1 train.grad_accumulation={whole} train.activation_checkpointing=true"
+    yield single, 1, context, True
+    while (context := context // 2) >= 64:
+        yield f"{single} model.context_length={context}", 1, context, True
+
+
+def _fits(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    compute: Compute,
+    batch_size: int,
+    context: int,
+    checkpointing: bool,
+) -> bool:
+    """Whether a forward and a backward pass fit beside the optimizer's moments."""
+    model.train()
+    model.activation_checkpointing = checkpointing
+    try:
+        # Moments that the optimizer has not made yet: two of the size of each parameter.
+        moments = [] if optimizer.state else [torch.empty_like(p) for p in model.parameters() for _ in range(2)]
+        tokens = torch.zeros((batch_size, context), dtype=torch.int64, device=compute.device)
+        with compute.autocast():
+            loss = model(tokens, tokens)
+        loss.backward()
+        del moments
+        return True
+    except torch.OutOfMemoryError:
+        return False
+    finally:
+        model.zero_grad(set_to_none=True)
