@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from conf.cli import chosen, launch, output_dir, sweep_name
 from conf.schema import Config, TrainConfig
-from data.loader import TrainLoader, document_cuts, validation_batches
+from data.loader import IGNORED, TrainLoader, document_cuts, validation_batches
 from data.tokenizers import end_of_text, get_tokenizer
 from data.tokens import TokenSet, open_tokens
 from errors import UserError
@@ -24,12 +24,14 @@ from model.gpt2 import GPT2, ModelConfig
 from model.huggingface import find_pretrained, load_pretrained, read_config
 from trainer import checkpoint
 from trainer.checkpoint import Checkpoints, State
+from trainer.distributed import ALONE, World, join, started
 from trainer.evaluation import score
 from trainer.flops import model_flops_per_token, peak_flops
 from trainer.loading import load_model
 from trainer.loggers import Loggers, WandbConfig, start_loggers
 from trainer.meters import ThroughputMeter
 from trainer.optimizer import build_optimizer, learning_rate, optimizer_step
+from trainer.parallel import data_parallel, synchronise_gradients
 from trainer.precision import Compute, choose_compute
 from trainer.signals import StopRequest
 from trainer.state import TrainState, check_resumable
@@ -44,15 +46,19 @@ def main(config: Config) -> None:
             f"checkpoint={config.checkpoint.load} is what eval_only=true evaluates; to train on from it set "
             "checkpoint.resume, or model.pretrained for Hugging Face weights"
         )
-    train(config)
+    with join(config.parallel, config.device, config.train.timeout_s) as world:
+        train(config, world)
 
 
-def train(config: Config) -> None:
+def train(config: Config, world: World = ALONE) -> None:
     """One run: from its configuration to metrics, checkpoints and a sample of what was learnt."""
-    compute, folder = choose_compute(config.device, config.precision), output_dir()
-    tokens = open_tokens(config.data)
-    resumed = load_resumed(config)
-    checkpoints = Checkpoints(Path(config.checkpoint.dir or folder / "checkpoints"), config.checkpoint.keep)
+    compute, folder = choose_compute(config.device, config.precision, world), world.from_first(output_dir())
+    config.train.share(world.size)  # refused here, if it is to be
+    with world.first_goes_ahead():
+        tokens = open_tokens(config.data)
+    resumed = load_resumed(config, world)
+    where = Path(config.checkpoint.dir or folder / "checkpoints")
+    checkpoints = Checkpoints(where, config.checkpoint.keep, writes=world.is_first)
     checkpoints.refuse_later_than(resumed["step"] if resumed else 0)
     seed(config.train, compute)
     model = build_model(config, compute, tokens, resumed)
@@ -61,11 +67,13 @@ def train(config: Config) -> None:
         state = TrainState(model, optimizer, compute.grad_scaler(), loader, tokens.tokenizer, config=asdict(config))
         if resumed:
             state.load_state_dict(resumed)
+        world.draw_apart(config.train.seed + state.step)
         with open_logs(config, compute, folder, resumed) as log, StopRequest() as stop:
-            OmegaConf.save(OmegaConf.structured(config), folder / "config.yaml")
+            if world.is_first:
+                OmegaConf.save(OmegaConf.structured(config), folder / "config.yaml")
             log.message(describe(config, compute, state, tokens))
             path = loop(config, compute, state, tokens, checkpoints, log, stop)
-            if stop.signal is None:
+            if not world.is_stopped(stop):
                 log.message(sample(config, compute, model, tokens))
             else:
                 log.message(f"{stop.signal.name} after step {state.step}; continue with checkpoint.resume={path}")
@@ -88,18 +96,18 @@ def loop(
     Returns the checkpoint of the last step.
     """
     settings, tokens_per_step = config.train, tokens_in_step(config.train, state.model.config)
-    model = compile_model(state.model, settings, compute)
+    model = data_parallel(compile_model(state.model, settings, compute), compute.world)
     meter = build_meter(state.model, tokens_per_step, compute)
     window: list[Tensor] = []  # loss and gradient norm of every step since the last row, still on the device
     path, saved_step, compiling = None, None, True
-    while state.step < settings.max_steps and stop.signal is None:
+    while state.step < settings.max_steps and not compute.world.is_stopped(stop):
         began = time.perf_counter()
         result, data_wait = train_step(model, state, config, compute)
         window.append(result)
         state.step += 1
         if compiling:
             meter.start()
-            compiled = "" if model is state.model else ", compilation included"
+            compiled = ", compilation included" if is_compiled(settings, compute) else ""
             log.message(f"first step in {time.perf_counter() - began:.1f} s{compiled}")
             compiling = False
         else:
@@ -107,11 +115,11 @@ def loop(
 
         metrics = {}
         if is_due(state.step, settings.log_interval, settings.max_steps):
-            metrics = read_window(window, state, config, checkpoints) | meter.read()
+            metrics = read_window(window, state, config, compute, checkpoints) | meter.read()
             window = []
         if is_due(state.step, settings.eval_interval, settings.max_steps):
             with meter.excluded():
-                metrics |= evaluate(model, config, compute, tokens)
+                metrics |= evaluate(model, state.model.config, config, compute, tokens)
                 if metrics["val/loss"] < state.best_loss:
                     state.best_loss = metrics["val/loss"]
                     checkpoints.save_best(state.state_dict())
@@ -121,7 +129,7 @@ def loop(
             with meter.excluded():
                 path, saved_step = checkpoints.save(state.step, state.state_dict()), state.step
     if window:
-        log.log(state.step, state.step * tokens_per_step, read_window(window, state, config, checkpoints))
+        log.log(state.step, state.step * tokens_per_step, read_window(window, state, config, compute, checkpoints))
     return path if saved_step == state.step else checkpoints.save(state.step, state.state_dict())
 
 
@@ -130,15 +138,19 @@ def is_due(step: int, interval: int, max_steps: int) -> bool:
 
 
 def train_step(model: nn.Module, state: TrainState, config: Config, compute: Compute) -> tuple[Tensor, float]:
-    """One optimizer step. The mean loss and the gradient norm, (2,) on the device, and the seconds spent on data."""
-    micro_steps, data_wait = config.train.micro_steps, 0.0
+    """One optimizer step. The mean loss and the gradient norm, (2,) on the device, and the seconds spent on data.
+
+    The loss is of this process's share of the global batch, the gradient of the whole.
+    """
+    (_, micro_steps), data_wait = config.train.share(compute.world.size), 0.0
     loss_sum = torch.zeros((), device=compute.device)
     model.train()
-    for _ in range(micro_steps):
+    for i in range(micro_steps):
         asked = time.perf_counter()
         inputs, targets = state.loader.next_batch()
         data_wait += time.perf_counter() - asked
         cuts = document_mask(inputs, config)
+        synchronise_gradients(model, wanted=i == micro_steps - 1)
         with compute.autocast():
             loss = model(inputs, targets, **cuts)
         state.scaler.scale(loss / micro_steps).backward()
@@ -156,10 +168,11 @@ def document_mask(inputs: Tensor, config: Config) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, config: Config, compute: Compute, tokens: TokenSet) -> dict[str, float]:
-    """Loss and perplexity over the run's fixed validation tokens."""
+def evaluate(
+    model: nn.Module, shape: ModelConfig, config: Config, compute: Compute, tokens: TokenSet
+) -> dict[str, float]:
+    """Loss and perplexity over the run's fixed validation tokens, of which each process reads its part."""
     model.eval()
-    shape = model.config
     batches = validation_batches(
         tokens.val,
         batch_size=config.train.batch_size,
@@ -168,14 +181,18 @@ def evaluate(model: nn.Module, config: Config, compute: Compute, tokens: TokenSe
         device=compute.device,
         vocab_size=shape.vocab_size,
         name=str(tokens.dir / "val.bin"),
+        rank=compute.world.rank,
+        ranks=compute.world.size,
     )
-    total, count = torch.zeros((), dtype=torch.float64, device=compute.device), 0
+    total, count = torch.zeros(2, dtype=torch.float64, device=compute.device)
     for inputs, targets in batches:
-        cuts = document_mask(inputs, config)
+        cuts, counted = document_mask(inputs, config), (targets != IGNORED).sum()
         with compute.autocast():
-            total += model(inputs, targets, **cuts) * inputs.numel()
-        count += inputs.numel()
-    loss = (total / count).item()
+            loss = model(inputs, targets, **cuts)
+        total += torch.where(counted > 0, loss * counted, 0)  # without a target the mean loss is no number
+        count += counted
+    total, count = compute.world.sum(torch.stack((total, count))).tolist()
+    loss = total / count
     return {"val/loss": loss, "val/perplexity": perplexity(loss)}
 
 
@@ -183,6 +200,8 @@ def evaluate_only(config: Config) -> None:
     """Prints loss and perplexity of a trained model over all validation tokens, and writes evaluation.json."""
     if config.checkpoint.load is None:
         raise UserError("eval_only=true needs a model; give checkpoint=FILE, a run's folder, or a Hugging Face GPT-2")
+    if (size := started()[1]) > 1:
+        raise UserError(f"eval_only=true takes one process, and {size} were started; start it with python train.py")
     compute, folder = choose_compute(config.device, config.precision), output_dir()
     tokens = open_tokens(config.data)
     model, tokenizer = load_model(config.checkpoint.load, config.attention)
@@ -212,13 +231,15 @@ def evaluate_only(config: Config) -> None:
     print(f"outputs in {folder}")
 
 
-def read_window(window: list[Tensor], state: TrainState, config: Config, checkpoints: Checkpoints) -> dict[str, float]:
+def read_window(
+    window: list[Tensor], state: TrainState, config: Config, compute: Compute, checkpoints: Checkpoints
+) -> dict[str, float]:
     """The metrics of the newest step, once every step since the last row has turned out finite.
 
     Raises:
         UserError: a loss or gradient was NaN or infinite; the state, which no such step has touched, is saved first.
     """
-    rows = torch.stack(window).tolist()
+    rows = compute.world.mean(torch.stack(window)).tolist()
     for number, (loss, norm) in enumerate(rows, start=state.step - len(rows) + 1):
         overflow_is_normal = state.scaler.is_enabled()  # fp16 finds its loss scale by such steps, and skips them
         if math.isfinite(loss) and (math.isfinite(norm) or overflow_is_normal):
@@ -251,15 +272,15 @@ def seed(settings: TrainConfig, compute: Compute) -> None:
         torch.backends.cudnn.benchmark = False
 
 
-def load_resumed(config: Config) -> State | None:
-    """The checkpoint to continue, if any."""
+def load_resumed(config: Config, world: World) -> State | None:
+    """The checkpoint to continue, if any: the same for all processes."""
     source = config.checkpoint.resume
     if source == "auto":
         if config.checkpoint.dir is None:
             raise UserError(
                 "checkpoint.resume=auto needs the folder of earlier checkpoints; give checkpoint.dir=FOLDER"
             )
-        source = checkpoint.find(config.checkpoint.dir)
+        source = world.from_first(checkpoint.find(config.checkpoint.dir))
     return None if source is None else checkpoint.load(source, key="checkpoint.resume")
 
 
@@ -289,18 +310,24 @@ def build_model(config: Config, compute: Compute, tokens: TokenSet, resumed: Sta
 
 
 def build_loader(config: Config, compute: Compute, tokens: TokenSet, model: GPT2) -> TrainLoader:
+    """This process's share of the training batches."""
     return TrainLoader(
         tokens.train,
-        batch_size=config.train.batch_size,
+        batch_size=config.train.share(compute.world.size)[0],
         context_length=model.config.context_length,
         seed=config.train.seed,
         device=compute.device,
         vocab_size=model.config.vocab_size,
         name=str(tokens.dir / "train.bin"),
+        rank=compute.world.rank,
+        ranks=compute.world.size,
     )
 
 
 def open_logs(config: Config, compute: Compute, folder: Path, resumed: State | None) -> Loggers:
+    """The loggers of the run, which are the first process's."""
+    if not compute.world.is_first:
+        return Loggers([])
     return start_loggers(
         folder,
         max_steps=config.train.max_steps,
@@ -318,14 +345,21 @@ def label(config: Config, compute: Compute) -> WandbConfig:
     return replace(config.wandb, group=sweep_name() if group is None else group, tags=tags)
 
 
+def is_compiled(settings: TrainConfig, compute: Compute) -> bool:
+    """Whether the model is compiled: on a GPU, unless told otherwise."""
+    return compute.device.type == "cuda" if settings.compile is None else settings.compile
+
+
 def compile_model(model: GPT2, settings: TrainConfig, compute: Compute) -> nn.Module:
-    """The model as the loop calls it: compiled on a GPU unless told otherwise."""
-    wanted = compute.device.type == "cuda" if settings.compile is None else settings.compile
-    return torch.compile(model, fullgraph=True) if wanted else model
+    """The model as the loop calls it, compiled if it is to be."""
+    # ddp's gradients travel while others are computed because torch cuts the compiled model at their buckets, which it
+    # cannot inside of an activation checkpoint.
+    torch._dynamo.config.optimize_ddp = not settings.activation_checkpointing
+    return torch.compile(model, fullgraph=True) if is_compiled(settings, compute) else model
 
 
 def tokens_in_step(settings: TrainConfig, shape: ModelConfig) -> int:
-    return settings.batch_size * settings.micro_steps * shape.context_length
+    return settings.sequences * shape.context_length
 
 
 def build_meter(model: GPT2, tokens_per_step: int, compute: Compute) -> ThroughputMeter:
@@ -339,6 +373,7 @@ def build_meter(model: GPT2, tokens_per_step: int, compute: Compute) -> Throughp
         flops_per_token_causal=model_flops_per_token(*sizes, causal=True),
         peak_flops=peak_flops(torch.cuda.get_device_name(compute.device), compute.dtype) if on_gpu else None,
         device=compute.device,
+        n_devices=compute.world.size,
     )
 
 

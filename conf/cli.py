@@ -4,6 +4,7 @@ import difflib
 import os
 import re
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
@@ -25,6 +26,9 @@ from omegaconf.errors import (
 
 from conf import schema
 from errors import UserError
+from trainer.distributed import started
+
+PATIENCE_S = 3  # in which torchrun ends the other processes when one has ended
 
 
 def launch(
@@ -51,6 +55,8 @@ def launch(
             for text in texts:
                 setattr(typed, literal, text.partition("=")[2])
             run(typed)
+            if started()[0]:  # the outputs are in the first process's folder
+                _remove_if_empty(output_dir())
         except (UserError, OmegaConfBaseException) as error:
             _remove_if_empty(output_dir())
             sentence = explain(error) if isinstance(error, OmegaConfBaseException) else str(error)
@@ -128,6 +134,11 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 def _refuse(sentence: str) -> None:
+    """Ends the program; where several processes refuse the same, the first is left to say so for all."""
+    rank, size = started()
+    if rank:
+        time.sleep(PATIENCE_S)
+        sentence += f" (process {rank} of {size})"
     print(f"error: {sentence}", file=sys.stderr)
     sys.exit(2)
 

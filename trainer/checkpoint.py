@@ -39,10 +39,10 @@ class CheckpointConfig:
 
 
 class Checkpoints:
-    """The checkpoints of one run: step-00000100.pt, ..., and best.pt."""
+    """The checkpoints of one run: step-00000100.pt, ..., and best.pt; of several processes only one `writes`."""
 
-    def __init__(self, folder: Path, keep: int):
-        self.folder, self.keep = folder, keep
+    def __init__(self, folder: Path, keep: int, writes: bool = True):
+        self.folder, self.keep, self.writes = folder, keep, writes
 
     def refuse_later_than(self, step: int) -> None:
         """A run that starts after `step` steps must not mix its checkpoints with later ones of another run.
@@ -60,6 +60,8 @@ class Checkpoints:
     def save(self, step: int, state: State) -> Path:
         """Writes the state after `step` steps, then deletes all older ones but the newest `keep` - 1."""
         path = self.folder / f"step-{step:08d}.pt"
+        if not self.writes:
+            return path
         _write(path, state)
         for old in [old for old in _all(self.folder) if _step(old) <= step][: -self.keep]:
             old.unlink()
@@ -68,7 +70,8 @@ class Checkpoints:
     def save_best(self, state: State) -> Path:
         """Replaces best.pt."""
         path = self.folder / "best.pt"
-        _write(path, state)
+        if self.writes:
+            _write(path, state)
         return path
 
 
