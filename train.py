@@ -31,7 +31,7 @@ from trainer.loading import load_model
 from trainer.loggers import Loggers, WandbConfig, start_loggers
 from trainer.meters import ThroughputMeter
 from trainer.optimizer import build_optimizer, learning_rate, optimizer_step
-from trainer.parallel import data_parallel, synchronise_gradients
+from trainer.parallel import data_parallel, shard, synchronise_gradients
 from trainer.precision import Compute, choose_compute
 from trainer.signals import StopRequest
 from trainer.state import TrainState, check_resumable
@@ -61,7 +61,7 @@ def train(config: Config, world: World = ALONE) -> None:
     checkpoints = Checkpoints(where, config.checkpoint.keep, writes=world.is_first)
     checkpoints.refuse_later_than(resumed["step"] if resumed else 0)
     seed(config.train, compute)
-    model = build_model(config, compute, tokens, resumed)
+    model = shard(build_model(config, compute, tokens, resumed), compute, config.train.reshard_after_forward)
     with build_loader(config, compute, tokens, model) as loader:
         optimizer = build_optimizer(model, config.optimizer)
         state = TrainState(model, optimizer, compute.grad_scaler(), loader, tokens.tokenizer, config=asdict(config))
@@ -355,7 +355,13 @@ def compile_model(model: GPT2, settings: TrainConfig, compute: Compute) -> nn.Mo
     # ddp's gradients travel while others are computed because torch cuts the compiled model at their buckets, which it
     # cannot inside of an activation checkpoint.
     torch._dynamo.config.optimize_ddp = not settings.activation_checkpointing
-    return torch.compile(model, fullgraph=True) if is_compiled(settings, compute) else model
+    if not is_compiled(settings, compute):
+        return model
+    if not compute.world.is_sharded:
+        return torch.compile(model, fullgraph=True)
+    for block in model.h:  # each by itself, as FSDP gathers its weights between them
+        block.forward = torch.compile(block.forward, fullgraph=True)
+    return model
 
 
 def tokens_in_step(settings: TrainConfig, shape: ModelConfig) -> int:
