@@ -1,6 +1,7 @@
 """Runs of train.py by several processes, in one launch: torchrun tests/several.py "FOLDER OVERRIDES" ..."""
 
 import os
+import socket
 import subprocess
 import sys
 
@@ -30,6 +31,18 @@ def train_together(processes: int, *runs: str) -> None:
     process = torchrun(processes, __file__, *runs)
     _, err = ended(process)
     assert process.returncode == 0, err
+
+
+def train_on_two_nodes(processes: int, *runs: str) -> None:
+    """The same by two agents of torchrun, each with so many processes, which meet as those of two machines do."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        endpoint = f"localhost:{free.getsockname()[1]}"
+    options = ("--nnodes=2", "--rdzv_backend=c10d", f"--rdzv_endpoint={endpoint}")
+    agents = [torchrun(processes, __file__, *runs, options=options) for _ in range(2)]
+    for agent in agents:
+        _, err = ended(agent)
+        assert agent.returncode == 0, err
 
 
 if __name__ == "__main__":

@@ -2,13 +2,14 @@
 
 import re
 import time
+from pathlib import Path
 
 import pytest
 
 from conf.schema import TrainConfig
 from errors import UserError
-from tests.e2e import curve, load, rows, run, train
-from tests.several import ended, torchrun, train_together
+from tests.e2e import curve, load, rows, run, train, write_tokens
+from tests.several import ended, torchrun, train_on_two_nodes, train_together
 from trainer.distributed import choose_parallel
 
 pytest_plugins = ["tests.e2e"]
@@ -19,32 +20,47 @@ GLOBAL += " optimizer.grad_clip=0.5 checkpoint.interval=4"
 LOSSES = ("train/loss", "train/grad_norm", "train/lr", "val/loss")
 
 
-def assert_same_curve(found: str, expected: str, after: int = 0) -> None:
+def assert_same_curve(found: Path, expected: Path, after: int = 0) -> None:
     """To fp32 rounding; `found` began after so many steps."""
     for (step, *ours), (_, *theirs) in zip(curve(found, *LOSSES), curve(expected, *LOSSES)[after:], strict=True):
         assert ours == [value if value is None else pytest.approx(value, rel=2e-5) for value in theirs], step
 
 
-@pytest.fixture
-def alone(workplace) -> str:
-    """The folder of a run by one process."""
-    train("alone", *GLOBAL.split()).ok()
-    return "alone"
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    """The folder of one run by one process and the same by several, in as few launches as can be."""
+    folder, resume = tmp_path_factory.mktemp("runs"), "checkpoint.resume={}/checkpoints/step-00000004.pt"
+    write_tokens(folder / "tokens")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        train("alone", *GLOBAL.split()).ok()
+        train_together(
+            2,
+            f"ddp {GLOBAL}",
+            f"ddp_after_alone {GLOBAL} {resume.format('alone')}",
+            f"fsdp {GLOBAL} parallel=fsdp train.activation_checkpointing=true",
+        )
+        train_on_two_nodes(
+            2, f"four {GLOBAL}", f"hsdp_after_fsdp {GLOBAL} parallel=hsdp {resume.format('fsdp')} train.sample_tokens=5"
+        )
+        train("alone_after_fsdp", *GLOBAL.split(), resume.format("fsdp")).ok()
+        yield folder
 
 
-def test_the_number_of_processes_changes_no_curve(alone):
-    """Resumed runs too: of two processes after one, and of one after two."""
-    resume = "checkpoint.resume={}/checkpoints/step-00000004.pt"
-    train_together(2, f"two {GLOBAL}", f"two_after_one {GLOBAL} {resume.format(alone)}")
-    train("one_after_two", *GLOBAL.split(), resume.format("two")).ok()
-    assert_same_curve("two", alone)
-    assert_same_curve("two_after_one", alone, after=4)
-    assert_same_curve("one_after_two", alone, after=4)
-    logged = rows("two")
-    assert [row["step"] for row in logged] == list(range(1, 9))  # by the first process alone
-    assert all(row["tokens"] == row["step"] * 16 * 32 for row in logged)
-    position = load("two/checkpoints/step-00000008.pt")["loader"]["position"]
-    assert position == load("alone/checkpoints/step-00000008.pt")["loader"]["position"] == 8 * 16
+@pytest.mark.parametrize(
+    ("folder", "after"),
+    [("ddp", 0), ("fsdp", 0), ("four", 0), ("ddp_after_alone", 4), ("hsdp_after_fsdp", 4), ("alone_after_fsdp", 4)],
+)
+def test_neither_the_number_of_processes_nor_the_way_they_share_the_work_changes_the_curve(runs, folder, after):
+    assert_same_curve(runs / folder, runs / "alone", after)
+
+
+def test_the_first_process_alone_logs_and_saves(runs):
+    """On two nodes too: 16 sequences of 32 tokens a step, whoever read them."""
+    for folder in ("ddp", "four"):
+        logged = rows(runs / folder)
+        assert [(row["step"], row["tokens"]) for row in logged] == [(step, step * 16 * 32) for step in range(1, 9)]
+        assert load(runs / folder / "checkpoints" / "step-00000008.pt")["loader"]["position"] == 8 * 16
 
 
 @pytest.mark.parametrize(
