@@ -1,6 +1,7 @@
 """The command line: composes a configuration with Hydra and turns every mistake in it into one sentence."""
 
 import difflib
+import importlib
 import os
 import re
 import sys
@@ -44,7 +45,7 @@ def launch(
     schema.register()
     texts = [argument for argument in sys.argv[1:] if literal and argument.startswith(f"{literal}=")]
     sys.argv[1:] = [_full_name(argument, short or {}) for argument in sys.argv[1:] if argument not in texts]
-    failed: list[str] = []  # jobs of a sweep
+    program, failed = _Program(run), []  # failed: jobs of a sweep
 
     @hydra.main(version_base="1.3", config_path=str(Path(__file__).parent), config_name=config_name)
     def job(config: DictConfig) -> None:
@@ -54,7 +55,7 @@ def launch(
             typed = to_typed(config)
             for text in texts:
                 setattr(typed, literal, text.partition("=")[2])
-            run(typed)
+            program(typed)
             if started()[0]:  # the outputs are in the first process's folder
                 _remove_if_empty(output_dir())
         except (UserError, OmegaConfBaseException) as error:
@@ -62,10 +63,12 @@ def launch(
             sentence = explain(error) if isinstance(error, OmegaConfBaseException) else str(error)
             if not is_sweep():
                 _refuse(sentence)
+            if "SUBMITIT_EXECUTOR" in os.environ:  # the sweep is in another process, which learns it so
+                raise UserError(f"{sentence} (job {job_name()})") from error
             failed.append(output_dir().name)
             print(f"error: {sentence} (job {job_name()})", file=sys.stderr)
         except Exception:
-            if not is_sweep():
+            if not is_sweep() or "SUBMITIT_EXECUTOR" in os.environ:
                 raise
             failed.append(output_dir().name)
             print(f"error: the job {job_name()} broke off:\n{traceback.format_exc()}", file=sys.stderr)
@@ -74,8 +77,27 @@ def launch(
         job()
     except (HydraException, OmegaConfBaseException) as error:
         _refuse(explain(error))
+    except UserError as error:
+        _refuse(str(error))
     if failed:
         _refuse(f"of the sweep these jobs failed, as told above: {', '.join(failed)}")
+
+
+class _Program:
+    """What a script runs. Slurm's processes, in which the script is not __main__, get it by its names."""
+
+    def __init__(self, run: Callable[[Any], None]):
+        self.run = run
+
+    def __call__(self, config: Any) -> None:
+        self.run(config)
+
+    def __reduce__(self) -> tuple:
+        return _import_program, (Path(self.run.__code__.co_filename).stem, self.run.__name__)
+
+
+def _import_program(module: str, name: str) -> _Program:
+    return _Program(getattr(importlib.import_module(module), name))
 
 
 def _full_name(argument: str, short: dict[str, str]) -> str:
@@ -162,6 +184,8 @@ def explain(error: Exception) -> str:
 
 def _unknown_choice(error: MissingConfigException) -> str:
     group, _, choice = error.missing_cfg_file.rpartition("/")
+    if choice.startswith("submitit"):
+        return f'{group} needs hydra-submitit-launcher; run pip install -e ".[slurm]"'
     options = sorted(error.options or [])
     return f"{group}={choice} is unknown{_suggestion(choice, options)}; choose one of {', '.join(options)}"
 
