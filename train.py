@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from conf.cli import chosen, launch, output_dir, sweep_name
 from conf.schema import Config, TrainConfig
-from data.loader import DataError, TrainLoader, document_cuts, validation_batches
+from data.loader import IGNORED, DataError, TrainLoader, document_cuts, validation_batches
 from data.tokenizers import end_of_text, get_tokenizer
 from data.tokens import TokenSet, open_tokens
 from errors import UserError
@@ -26,6 +27,7 @@ from model.huggingface import find_pretrained, load_pretrained, read_config
 from trainer import checkpoint
 from trainer.anomalies import IN_A_ROW, Watch, read_record
 from trainer.checkpoint import CheckpointError, Checkpoints, State
+from trainer.distributed import ALONE, World, join, started
 from trainer.evaluation import score
 from trainer.flops import model_flops_per_token, peak_flops
 from trainer.folders import claimed
@@ -34,6 +36,7 @@ from trainer.loggers import Loggers, WandbConfig, start_loggers
 from trainer.memory import out_of_memory
 from trainer.meters import ThroughputMeter
 from trainer.optimizer import build_optimizer, learning_rate, optimizer_step
+from trainer.parallel import data_parallel, shard, synchronise_gradients
 from trainer.precision import Compute, choose_compute
 from trainer.signals import StopRequest
 from trainer.state import TrainState, check_resumable
@@ -50,45 +53,68 @@ def main(config: Config) -> None:
             f"checkpoint={config.checkpoint.load} is what eval_only=true evaluates; to train on from it set "
             "checkpoint.resume, or model.pretrained for Hugging Face weights"
         )
-    train(config)
+    with join(config.parallel, config.device, config.train.timeout_s) as world:
+        train(config, world)
 
 
-def train(config: Config) -> None:
+def train(config: Config, world: World = ALONE) -> None:
     """One run: from its configuration to metrics, checkpoints and a sample of what was learnt."""
-    compute, folder = choose_compute(config.device, config.precision), output_dir()
-    tokens = open_tokens(config.data)
-    resumed = load_resumed(config)
-    checkpoints = Checkpoints(Path(config.checkpoint.dir or folder / "checkpoints"), config.checkpoint.keep)
-    writes_to = {folder: "hydra.run.dir", checkpoints.folder: "checkpoint.dir"}
+    compute, folder = choose_compute(config.device, config.precision, world), world.from_first(output_dir())
+    config.train.share(world.size)  # refused here, if it is to be
+    with world.first_goes_ahead():
+        tokens = open_tokens(config.data)
+    resumed = load_resumed(config, world)
+    where = Path(config.checkpoint.dir or folder / "checkpoints")
+    checkpoints = Checkpoints(where, config.checkpoint.keep, writes=world.is_first)
+    writes_to = {folder: "hydra.run.dir", where: "checkpoint.dir"} if world.is_first else {}
     seed(config.train, compute)
-    model = build_model(config, compute, tokens, resumed)
+    model = shard(build_model(config, compute, tokens, resumed), compute, config.train.reshard_after_forward)
     with build_loader(config, compute, tokens, model) as loader, claimed(writes_to):
         checkpoints.refuse_later_than(resumed["step"] if resumed else 0)
         optimizer = build_optimizer(model, config.optimizer)
         state = TrainState(model, optimizer, compute.grad_scaler(), loader, tokens.tokenizer, config=asdict(config))
         if resumed:
             state.load_state_dict(resumed)
+        world.draw_apart(config.train.seed + state.step)
         with open_logs(config, compute, folder, resumed) as log, StopRequest() as stop:
-            OmegaConf.save(OmegaConf.structured(config), folder / "config.yaml")
+            if world.is_first:
+                OmegaConf.save(OmegaConf.structured(config), folder / "config.yaml")
             log.message(describe(config, compute, state, tokens))
-            watch = Watch(folder / "replay", config.train.spike_factor)
-            told = None  # not the error, whose traceback holds what fills the memory
-            try:
-                path = loop(config, compute, state, tokens, checkpoints, watch, log, stop)
-            except DataError as error:
-                raise UserError(f"{error} The state is saved in {save(checkpoints, state)}.") from error
-            except torch.OutOfMemoryError as error:
-                told = ". ".join(str(error).split(". ")[:2])
-            if told is not None:
-                sizes = config.train.batch_size, config.train.micro_steps
-                raise UserError(out_of_memory(told, model, optimizer, compute, *sizes))
-            if stop.signal is None:
+            watch = Watch(folder / "replay", config.train.spike_factor, writes=world.is_first)
+            train_on = partial(loop, config, compute, state, tokens, checkpoints, watch, log, stop)
+            path = guarded(train_on, config, compute, state, checkpoints)
+            if not world.is_stopped(stop):
                 log.message(sample(config, compute, model, tokens))
             else:
                 log.message(f"{stop.signal.name} after step {state.step}; continue with checkpoint.resume={path}")
             log.message(f"outputs in {folder}")
     if stop.signal is not None:
         sys.exit(128 + stop.signal)
+
+
+def guarded(
+    train_on: Callable[[], Path], config: Config, compute: Compute, state: TrainState, checkpoints: Checkpoints
+) -> Path:
+    """What `train_on` returns, if the data hold and the memory suffices.
+
+    Raises:
+        UserError: they do not; it names the remedy, and what a process that is alone has saved or found out.
+    """
+    world = compute.world
+    try:
+        return train_on()
+    except DataError as error:
+        saved = f" The state is saved in {save(checkpoints, state)}." if world.size == 1 else ""
+        raise UserError(f"{error}{saved}") from error
+    except torch.OutOfMemoryError as error:
+        told = ". ".join(str(error).split(". ")[:2])  # not the error, whose traceback holds what fills the memory
+    if world.size > 1:
+        raise UserError(
+            f"process {world.rank} of {world.size} is out of memory ({told}); lower train.batch_size, or set "
+            "train.activation_checkpointing=true or parallel=fsdp"
+        )
+    sizes = config.train.batch_size, config.train.micro_steps
+    raise UserError(out_of_memory(told, state.model, state.optimizer, compute, *sizes))
 
 
 def loop(
@@ -106,18 +132,18 @@ def loop(
     Returns the checkpoint of the last step.
     """
     settings, tokens_per_step = config.train, tokens_in_step(config.train, state.model.config)
-    model = compile_model(state.model, settings, compute)
+    model = data_parallel(compile_model(state.model, settings, compute), compute.world)
     meter = build_meter(state.model, tokens_per_step, compute)
     window: list[Tensor] = []  # loss and gradient norm of every step since the last row, still on the device
     path, saved_step, compiling = None, None, True
-    while state.step < settings.max_steps and stop.signal is None:
+    while state.step < settings.max_steps and not compute.world.is_stopped(stop):
         began = time.perf_counter()
         result, data_wait = train_step(model, state, config, compute)
         window.append(result)
         state.step += 1
         if compiling:
             meter.start()
-            compiled = "" if model is state.model else ", compilation included"
+            compiled = ", compilation included" if is_compiled(settings, compute) else ""
             log.message(f"first step in {time.perf_counter() - began:.1f} s{compiled}")
             compiling = False
         else:
@@ -125,12 +151,11 @@ def loop(
 
         metrics = {}
         if is_due(state.step, settings.log_interval, settings.max_steps):
-            check_window(window, state, config, checkpoints, watch, log)
-            metrics = newest_metrics(window, state, config) | meter.read()
+            metrics = read_window(window, state, config, compute, checkpoints, watch, log) | meter.read()
             window = []
         if is_due(state.step, settings.eval_interval, settings.max_steps):
             with meter.excluded():
-                metrics |= evaluate(model, config, compute, tokens)
+                metrics |= evaluate(model, state.model.config, config, compute, tokens)
                 if metrics["val/loss"] < state.best_loss:
                     state.best_loss = metrics["val/loss"]
                     attempt(lambda: checkpoints.save_best(state.state_dict()), config, log)
@@ -141,8 +166,8 @@ def loop(
                 if saved := attempt(lambda: save(checkpoints, state), config, log):
                     path, saved_step = saved, state.step
     if window:
-        check_window(window, state, config, checkpoints, watch, log)
-        log.log(state.step, state.step * tokens_per_step, newest_metrics(window, state, config))
+        metrics = read_window(window, state, config, compute, checkpoints, watch, log)
+        log.log(state.step, state.step * tokens_per_step, metrics)
     return path if saved_step == state.step else save(checkpoints, state)
 
 
@@ -166,15 +191,19 @@ def is_due(step: int, interval: int, max_steps: int) -> bool:
 
 
 def train_step(model: nn.Module, state: TrainState, config: Config, compute: Compute) -> tuple[Tensor, float]:
-    """One optimizer step. The mean loss and the gradient norm, (2,) on the device, and the seconds spent on data."""
-    micro_steps = config.train.micro_steps
+    """One optimizer step. The mean loss and the gradient norm, (2,) on the device, and the seconds spent on data.
+
+    The loss is of this process's share of the global batch, the gradient of the whole.
+    """
+    _, micro_steps = config.train.share(compute.world.size)
     loss_sum = torch.zeros((), device=compute.device)
     model.train()
     asked = time.perf_counter()
     batches = state.loader.next_batches(micro_steps)
     data_wait = time.perf_counter() - asked
-    for inputs, targets in batches:
+    for i, (inputs, targets) in enumerate(batches):
         cuts = document_mask(inputs, config)
+        synchronise_gradients(model, wanted=i == micro_steps - 1)
         with compute.autocast():
             loss = model(inputs, targets, **cuts)
         state.scaler.scale(loss / micro_steps).backward()
@@ -192,10 +221,11 @@ def document_mask(inputs: Tensor, config: Config) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, config: Config, compute: Compute, tokens: TokenSet) -> dict[str, float]:
-    """Loss and perplexity over the run's fixed validation tokens."""
+def evaluate(
+    model: nn.Module, shape: ModelConfig, config: Config, compute: Compute, tokens: TokenSet
+) -> dict[str, float]:
+    """Loss and perplexity over the run's fixed validation tokens, of which each process reads its part."""
     model.eval()
-    shape = model.config
     batches = validation_batches(
         tokens.val,
         batch_size=config.train.batch_size,
@@ -204,14 +234,18 @@ def evaluate(model: nn.Module, config: Config, compute: Compute, tokens: TokenSe
         device=compute.device,
         vocab_size=shape.vocab_size,
         name=str(tokens.dir / "val.bin"),
+        rank=compute.world.rank,
+        ranks=compute.world.size,
     )
-    total, count = torch.zeros((), dtype=torch.float64, device=compute.device), 0
+    total, count = torch.zeros(2, dtype=torch.float64, device=compute.device)
     for inputs, targets in batches:
-        cuts = document_mask(inputs, config)
+        cuts, counted = document_mask(inputs, config), (targets != IGNORED).sum()
         with compute.autocast():
-            total += model(inputs, targets, **cuts) * inputs.numel()
-        count += inputs.numel()
-    loss = (total / count).item()
+            loss = model(inputs, targets, **cuts)
+        total += torch.where(counted > 0, loss * counted, 0)  # without a target the mean loss is no number
+        count += counted
+    total, count = compute.world.sum(torch.stack((total, count))).tolist()
+    loss = total / count
     return {"val/loss": loss, "val/perplexity": perplexity(loss)}
 
 
@@ -219,6 +253,7 @@ def evaluate_only(config: Config) -> None:
     """Prints loss and perplexity of a trained model over all validation tokens, and writes evaluation.json."""
     if config.checkpoint.load is None:
         raise UserError("eval_only=true needs a model; give checkpoint=FILE, a run's folder, or a Hugging Face GPT-2")
+    refuse_several("eval_only=true")
     compute, folder = choose_compute(config.device, config.precision), output_dir()
     tokens = open_tokens(config.data)
     model, tokenizer = load_model(config.checkpoint.load, config.attention)
@@ -248,12 +283,19 @@ def evaluate_only(config: Config) -> None:
     print(f"outputs in {folder}")
 
 
+def refuse_several(setting: str) -> None:
+    """UserError where more than one process was started for what one does."""
+    if (size := started()[1]) > 1:
+        raise UserError(f"{setting} takes one process, and {size} were started; start it with python train.py")
+
+
 def replay(config: Config) -> None:
     """Prints loss and gradient norm of a recorded step's batch, and writes replay.json.
 
     They are those of the run, to the bit where its kernels are deterministic, if the weights are those from just before
     the step and there is no dropout.
     """
+    refuse_several("replay=...")
     recorded = read_record(Path(config.replay))
     settings = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), recorded["config"]))
     source = config.checkpoint.load or recorded["checkpoint"]
@@ -279,21 +321,29 @@ def replay(config: Config) -> None:
     print(f"outputs in {folder}")
 
 
-def check_window(
-    window: list[Tensor], state: TrainState, config: Config, checkpoints: Checkpoints, watch: Watch, log: Loggers
-) -> None:
-    """Records every step since the last row that was not finite, or whose gradient norm was a spike, and tells of it.
+def read_window(
+    window: list[Tensor],
+    state: TrainState,
+    config: Config,
+    compute: Compute,
+    checkpoints: Checkpoints,
+    watch: Watch,
+    log: Loggers,
+) -> dict[str, float]:
+    """The metrics of the newest step. Every step since the last row that was not finite, or whose gradient norm was a
+    spike, is recorded and told of.
 
     Raises:
         UserError: a step was not finite, and train.on_nan=stop or too many were in a row; the state, which no such step
             has touched, is saved first.
     """
-    windows = config.train.batch_size * config.train.micro_steps
-    for step, (loss, norm) in enumerate(torch.stack(window).tolist(), start=state.step - len(window) + 1):
+    rows = compute.world.mean(torch.stack(window)).tolist()
+    for step, (loss, norm) in enumerate(rows, start=state.step - len(rows) + 1):
         broken, spike = watch.is_broken(loss, norm, state.scaler.is_enabled()), watch.spike(norm)
         if not broken and spike is None:
             continue
-        file = watch.record(step, loss, norm, state=state, windows=windows, weights=checkpoints.before(step))
+        windows, weights = config.train.sequences, checkpoints.before(step)
+        file = watch.record(step, loss, norm, state=state, windows=windows, weights=weights)
         told = f"the loss was {loss:.6g} and the gradient norm {norm:.6g} at step {step}"
         if spike is not None:
             log.message(f"{told}, {spike:.0f} times the usual; look at it with python train.py replay={file}")
@@ -309,11 +359,7 @@ def check_window(
         log.message(
             f"{told}; the weights did not take it, as train.on_nan=skip ({state.skipped} so far); replay={file}"
         )
-
-
-def newest_metrics(window: list[Tensor], state: TrainState, config: Config) -> dict[str, float]:
-    """The metrics of the newest step."""
-    loss, norm = window[-1].tolist()
+    loss, norm = rows[-1]
     skipped = {"train/skipped_steps": state.skipped} if config.train.on_nan == "skip" else {}
     return skipped | {
         "train/loss": loss,
@@ -337,15 +383,15 @@ def seed(settings: TrainConfig, compute: Compute) -> None:
         torch.backends.cudnn.benchmark = False
 
 
-def load_resumed(config: Config) -> State | None:
-    """The checkpoint to continue, if any."""
+def load_resumed(config: Config, world: World) -> State | None:
+    """The checkpoint to continue, if any: the same for all processes."""
     source = config.checkpoint.resume
     if source == "auto":
         if config.checkpoint.dir is None:
             raise UserError(
                 "checkpoint.resume=auto needs the folder of earlier checkpoints; give checkpoint.dir=FOLDER"
             )
-        source = config.checkpoint.dir if checkpoint.find(config.checkpoint.dir) else None
+        source = world.from_first(config.checkpoint.dir if checkpoint.find(config.checkpoint.dir) else None)
     return None if source is None else checkpoint.load(source, key="checkpoint.resume")
 
 
@@ -375,18 +421,24 @@ def build_model(config: Config, compute: Compute, tokens: TokenSet, resumed: Sta
 
 
 def build_loader(config: Config, compute: Compute, tokens: TokenSet, model: GPT2) -> TrainLoader:
+    """This process's share of the training batches."""
     return TrainLoader(
         tokens.train,
-        batch_size=config.train.batch_size,
+        batch_size=config.train.share(compute.world.size)[0],
         context_length=model.config.context_length,
         seed=config.train.seed,
         device=compute.device,
         vocab_size=model.config.vocab_size,
         name=str(tokens.dir / "train.bin"),
+        rank=compute.world.rank,
+        ranks=compute.world.size,
     )
 
 
 def open_logs(config: Config, compute: Compute, folder: Path, resumed: State | None) -> Loggers:
+    """The loggers of the run, which are the first process's."""
+    if not compute.world.is_first:
+        return Loggers([])
     return start_loggers(
         folder,
         max_steps=config.train.max_steps,
@@ -404,14 +456,27 @@ def label(config: Config, compute: Compute) -> WandbConfig:
     return replace(config.wandb, group=sweep_name() if group is None else group, tags=tags)
 
 
+def is_compiled(settings: TrainConfig, compute: Compute) -> bool:
+    """Whether the model is compiled: on a GPU, unless told otherwise."""
+    return compute.device.type == "cuda" if settings.compile is None else settings.compile
+
+
 def compile_model(model: GPT2, settings: TrainConfig, compute: Compute) -> nn.Module:
-    """The model as the loop calls it: compiled on a GPU unless told otherwise."""
-    wanted = compute.device.type == "cuda" if settings.compile is None else settings.compile
-    return torch.compile(model, fullgraph=True) if wanted else model
+    """The model as the loop calls it, compiled if it is to be."""
+    # ddp's gradients travel while others are computed because torch cuts the compiled model at their buckets, which it
+    # cannot inside of an activation checkpoint.
+    torch._dynamo.config.optimize_ddp = not settings.activation_checkpointing
+    if not is_compiled(settings, compute):
+        return model
+    if not compute.world.is_sharded:
+        return torch.compile(model, fullgraph=True)
+    for block in model.h:  # each by itself, as FSDP gathers its weights between them
+        block.forward = torch.compile(block.forward, fullgraph=True)
+    return model
 
 
 def tokens_in_step(settings: TrainConfig, shape: ModelConfig) -> int:
-    return settings.batch_size * settings.micro_steps * shape.context_length
+    return settings.sequences * shape.context_length
 
 
 def build_meter(model: GPT2, tokens_per_step: int, compute: Compute) -> ThroughputMeter:
@@ -425,6 +490,7 @@ def build_meter(model: GPT2, tokens_per_step: int, compute: Compute) -> Throughp
         flops_per_token_causal=model_flops_per_token(*sizes, causal=True),
         peak_flops=peak_flops(torch.cuda.get_device_name(compute.device), compute.dtype) if on_gpu else None,
         device=compute.device,
+        n_devices=compute.world.size,
     )
 
 

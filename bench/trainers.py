@@ -22,7 +22,9 @@ from data.loader import TrainLoader
 from errors import UserError
 from model.attention import AttentionConfig, build_attention
 from model.gpt2 import GPT2, ModelConfig
+from trainer.distributed import ALONE, World
 from trainer.optimizer import OptimizerConfig, build_optimizer
+from trainer.parallel import data_parallel, shard
 from trainer.precision import Compute
 from trainer.state import TrainState
 
@@ -121,22 +123,33 @@ class Tokens:
         return tokens(self.batch, self.context_length, self.device)
 
 
-def ours(cell: Cell, trainer: Trainer, device: str, loader: TrainLoader | None = None, max_steps: int = 1200) -> Job:
-    """train.py's step, on random tokens unless a loader is given."""
+def ours(
+    cell: Cell,
+    trainer: Trainer,
+    device: str,
+    loader: TrainLoader | None = None,
+    max_steps: int = 1200,
+    world: World = ALONE,
+) -> Job:
+    """train.py's step, on random tokens unless a loader is given, in this process of those that train together."""
     config = Config(
         attention=AttentionConfig(trainer.attention),
         model=cell.shape(),
         data=DataConfig(name="tokens", dir="", tokenizer="gpt2"),
         train=TrainConfig(
-            activation_checkpointing=cell.activation_checkpointing, compile=trainer.compiled, max_steps=max_steps
+            batch_size=world.size,  # one micro-step for each process
+            activation_checkpointing=cell.activation_checkpointing,
+            compile=trainer.compiled,
+            max_steps=max_steps,
         ),
     )
-    compute = Compute(torch.device(device), DTYPE)
+    compute = Compute(torch.device(device), DTYPE, world)
     with torch.device(device):
         model = GPT2(config.model, build_attention(config.attention), config.train.activation_checkpointing)
+    shard(model, compute, config.train.reshard_after_forward)
     optimizer, synthetic = build_optimizer(model, config.optimizer), Tokens(cell.context_length, device)
     state = TrainState(model, optimizer, compute.grad_scaler(), loader or synthetic, "gpt2")
-    called = train.compile_model(model, config.train, compute)
+    called = data_parallel(train.compile_model(model, config.train, compute), world)
 
     def step(batch: int) -> tuple[Tensor, float]:
         synthetic.batch = batch

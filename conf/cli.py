@@ -2,9 +2,11 @@
 
 import difflib
 import errno
+import importlib
 import os
 import re
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
@@ -26,6 +28,9 @@ from omegaconf.errors import (
 
 from conf import schema
 from errors import UserError
+from trainer.distributed import started
+
+PATIENCE_S = 3  # in which torchrun ends the other processes when one has ended
 
 # No room, no permission, a read-only file system, a file where a folder was: for the user to mend.
 REFUSALS_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
@@ -44,7 +49,7 @@ def launch(
     schema.register()
     texts = [argument for argument in sys.argv[1:] if literal and argument.startswith(f"{literal}=")]
     sys.argv[1:] = [_full_name(argument, short or {}) for argument in sys.argv[1:] if argument not in texts]
-    failed: list[str] = []  # jobs of a sweep
+    program, failed = _Program(run), []  # failed: jobs of a sweep
 
     @hydra.main(version_base="1.3", config_path=str(Path(__file__).parent), config_name=config_name)
     def job(config: DictConfig) -> None:
@@ -54,16 +59,20 @@ def launch(
             typed = to_typed(config)
             for text in texts:
                 setattr(typed, literal, text.partition("=")[2])
-            run(typed)
+            program(typed)
+            if started()[0]:  # the outputs are in the first process's folder
+                _remove_if_empty(output_dir())
         except (UserError, OmegaConfBaseException) as error:
             _remove_if_empty(output_dir())
             sentence = explain(error) if isinstance(error, OmegaConfBaseException) else str(error)
             if not is_sweep():
                 _refuse(sentence)
+            if "SUBMITIT_EXECUTOR" in os.environ:  # the sweep is in another process, which learns it so
+                raise UserError(f"{sentence} (job {job_name()})") from error
             failed.append(output_dir().name)
             print(f"error: {sentence} (job {job_name()})", file=sys.stderr)
         except Exception:
-            if not is_sweep():
+            if not is_sweep() or "SUBMITIT_EXECUTOR" in os.environ:
                 raise
             failed.append(output_dir().name)
             print(f"error: the job {job_name()} broke off:\n{traceback.format_exc()}", file=sys.stderr)
@@ -72,6 +81,8 @@ def launch(
         job()
     except (HydraException, OmegaConfBaseException) as error:
         _refuse(explain(error))
+    except UserError as error:
+        _refuse(str(error))
     except OSError as error:
         if error.errno not in REFUSALS_OF_THE_DISK:
             raise
@@ -80,6 +91,23 @@ def launch(
         )
     if failed:
         _refuse(f"of the sweep these jobs failed, as told above: {', '.join(failed)}")
+
+
+class _Program:
+    """What a script runs. Slurm's processes, in which the script is not __main__, get it by its names."""
+
+    def __init__(self, run: Callable[[Any], None]):
+        self.run = run
+
+    def __call__(self, config: Any) -> None:
+        self.run(config)
+
+    def __reduce__(self) -> tuple:
+        return _import_program, (Path(self.run.__code__.co_filename).stem, self.run.__name__)
+
+
+def _import_program(module: str, name: str) -> _Program:
+    return _Program(getattr(importlib.import_module(module), name))
 
 
 def _full_name(argument: str, short: dict[str, str]) -> str:
@@ -138,6 +166,11 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 def _refuse(sentence: str) -> None:
+    """Ends the program; where several processes refuse the same, the first is left to say so for all."""
+    rank, size = started()
+    if rank:
+        time.sleep(PATIENCE_S)
+        sentence += f" (process {rank} of {size})"
     print(f"error: {sentence}", file=sys.stderr)
     sys.exit(2)
 
@@ -161,6 +194,8 @@ def explain(error: Exception) -> str:
 
 def _unknown_choice(error: MissingConfigException) -> str:
     group, _, choice = error.missing_cfg_file.rpartition("/")
+    if choice.startswith("submitit"):
+        return f'{group} needs hydra-submitit-launcher; run pip install -e ".[slurm]"'
     options = sorted(error.options or [])
     return f"{group}={choice} is unknown{_suggestion(choice, options)}; choose one of {', '.join(options)}"
 

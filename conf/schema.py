@@ -26,11 +26,12 @@ class TrainConfig:
     """The loop."""
 
     batch_size: int = 8
-    """Sequences per device and micro-step."""
+    """Sequences per device and micro-step; fewer where several processes share a smaller global batch."""
     grad_accumulation: int | None = None
-    """Micro-steps per optimizer step; null is 1, or what train.global_batch_size asks for."""
+    """Micro-steps per optimizer step of one process; null is 1, or what train.global_batch_size asks for. Several
+    processes share the same batch_size times grad_accumulation sequences."""
     global_batch_size: int | None = None
-    """Sequences per optimizer step; another way to give grad_accumulation."""
+    """Sequences per optimizer step, of all processes together; another way to give grad_accumulation."""
     max_steps: int = 1200
     """Optimizer steps in all."""
     eval_interval: int = 200
@@ -55,9 +56,14 @@ class TrainConfig:
     """A gradient norm above this many times the median of the last hundred is recorded for replay; null for never."""
     sample_tokens: int = 200
     """Length of the sample that ends a run, in tokens; 0 for none."""
+    reshard_after_forward: bool = True
+    """For parallel=fsdp and hsdp: give a block's gathered weights up after its forward pass and gather them again for
+    its backward pass; false saves that and costs the memory of all weights in the precision of the products."""
+    timeout_s: int = 600
+    """Seconds that one of several processes waits for another before the run ends, a checkpoint's writing included."""
 
     def __post_init__(self):
-        for key in ("batch_size", "max_steps", "eval_interval", "eval_tokens", "log_interval"):
+        for key in ("batch_size", "max_steps", "eval_interval", "eval_tokens", "log_interval", "timeout_s"):
             if getattr(self, key) < 1:
                 raise UserError(f"train.{key}={getattr(self, key)} must be at least 1")
         if self.grad_accumulation is not None and self.grad_accumulation < 1:
@@ -87,10 +93,33 @@ class TrainConfig:
 
     @property
     def micro_steps(self) -> int:
-        """Forward and backward passes per optimizer step."""
+        """Forward and backward passes per optimizer step of one process that is alone."""
         if self.global_batch_size is not None:
             return self.global_batch_size // self.batch_size
         return self.grad_accumulation or 1
+
+    @property
+    def sequences(self) -> int:
+        """Sequences per optimizer step, however many processes share them."""
+        return self.batch_size * self.micro_steps
+
+    def share(self, processes: int) -> tuple[int, int]:
+        """Sequences per micro-step, and micro-steps per optimizer step, of each of so many processes.
+
+        The micro-steps are as few as make equal ones of at most batch_size sequences.
+
+        Raises:
+            UserError: the global batch does not divide.
+        """
+        mine, rest = divmod(self.sequences, processes)
+        if rest or not mine:
+            raise UserError(
+                f"the global batch of {self.sequences} sequences does not divide among {processes} processes; set "
+                f"train.global_batch_size={max(1, round(self.sequences / processes)) * processes} and a "
+                "train.batch_size that divides it"
+            )
+        steps = next(n for n in range(-(-mine // self.batch_size), mine + 1) if mine % n == 0)
+        return mine // steps, steps
 
 
 @dataclass
@@ -113,6 +142,10 @@ class Config:
     that the file names or by the model of `checkpoint=`."""
     device: str = "auto"
     """auto (the GPU where there is one), cpu or cuda."""
+    parallel: str | None = None
+    """How processes that torchrun or Slurm started train together: ddp (each holds the whole model), fsdp (weights,
+    gradients and moments are split among all) or hsdp (split within a node, alike on every node); none is one process
+    alone. null is ddp with more than one process."""
 
 
 @dataclass

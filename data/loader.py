@@ -15,6 +15,8 @@ from torch import Tensor
 
 from errors import UserError
 
+IGNORED = -100  # a target that takes no part in the loss
+
 
 class DataError(UserError):
     """A token file that turns out wrong when it is read."""
@@ -57,6 +59,9 @@ class TrainLoader:
     seed and on the number of windows handed out before, on nothing else; that number is the state to save. `tokens`
     is a uint16 array of one dimension, usually a memory map, called `name` in messages.
 
+    Of `ranks` processes each takes its own B of the next B * ranks windows, that of `rank` 0 the first; the windows
+    handed out are those of all.
+
     Raises UserError where `tokens` are too few for one window, and from `next_batch` DataError where a token is not
     below `vocab_size`, or the file of a memory map has become shorter.
     """
@@ -72,11 +77,14 @@ class TrainLoader:
         vocab_size: int,
         name: str,
         prefetch: int = 2,
+        rank: int = 0,
+        ranks: int = 1,
     ):
         _check_length(tokens, context_length, name)
         self._tokens, self._vocab_size, self._name = tokens, vocab_size, name
         self._batch_size, self._device, self._prefetch = batch_size, torch.device(device), prefetch
         self._order = WindowOrder(len(tokens), context_length, seed)
+        self._stride, self._share = batch_size * ranks, batch_size * rank
         self._position = 0
         self._pending: deque[Future] = deque()
         self._thread = ThreadPoolExecutor(1, "loader", initializer=_enter_device, initargs=(_with_index(self._device),))
@@ -84,11 +92,11 @@ class TrainLoader:
     def next_batch(self) -> tuple[Tensor, Tensor]:
         """Inputs and targets of the next batch; what went wrong in the background is raised here."""
         while len(self._pending) <= self._prefetch:
-            ahead = self._position + len(self._pending) * self._batch_size
-            self._pending.append(self._thread.submit(self._load, ahead))
+            ahead = self._position + len(self._pending) * self._stride
+            self._pending.append(self._thread.submit(self._load, ahead + self._share))
         block = self._pending[0].result()
         self._pending.popleft()
-        self._position += self._batch_size
+        self._position += self._stride
         return _upload(block, self._device)
 
     __next__ = next_batch
@@ -160,21 +168,29 @@ def validation_batches(
     device: torch.device,
     vocab_size: int,
     name: str,
+    rank: int = 0,
+    ranks: int = 1,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Inputs and targets, int64 (B, T) on `device`, over the same windows every time; the last B may be smaller.
 
     The windows do not overlap, are spread evenly over the file, and are as many as cover `max_tokens`: at least one,
-    all of them where the file is shorter. Raises UserError at once where it is shorter than one window, and while
-    iterating DataError as TrainLoader does.
+    all of them where the file is shorter. Of `ranks` processes each takes its own part of them, in as many batches as
+    the others: where it runs short, one whose targets are all IGNORED makes up for it. Raises UserError at once where
+    the file is shorter than one window, and while iterating DataError as TrainLoader does.
     """
     _check_length(tokens, context_length, name)
     windows = (len(tokens) - 1) // context_length
     wanted = min(windows, max(1, -(-max_tokens // context_length)))
     starts = [i * windows // wanted * context_length for i in range(wanted)]
-    batches = (starts[i : i + batch_size] for i in range(0, wanted, batch_size))
-    return (
-        _upload(_gather(tokens, batch, context_length, vocab_size, name), torch.device(device)) for batch in batches
-    )
+    longest, mine = starts[::ranks], starts[rank::ranks]
+
+    def load(i: int) -> tuple[Tensor, Tensor]:
+        block = _gather(tokens, mine[i : i + batch_size] or starts[:1], context_length, vocab_size, name)
+        if i >= len(mine):
+            block[1] = IGNORED
+        return _upload(block, torch.device(device))
+
+    return map(load, range(0, len(longest), batch_size))
 
 
 def document_cuts(inputs: Tensor, eot: int) -> Tensor:

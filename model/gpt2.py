@@ -4,7 +4,6 @@ B batch, T sequence, C embedding, H heads, D head size, V vocabulary. Module nam
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -123,14 +122,22 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: ModelConfig, attention: Attention, layer: int):
+    def __init__(self, config: ModelConfig, attention: Attention, layer: int, activation_checkpointing: bool):
         super().__init__()
+        self.activation_checkpointing = activation_checkpointing
         self.ln_1 = nn.LayerNorm(config.n_embd)
         self.attn = SelfAttention(config, attention, layer)
         self.ln_2 = nn.LayerNorm(config.n_embd)
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, cache: KeyValueCache | None, cu_seqlens: Tensor | None) -> Tensor:
+        """Forgets its activations where that is asked for and a backward pass may follow."""
+        if not (self.activation_checkpointing and torch.is_grad_enabled()):
+            return self._forward(x, cache, cu_seqlens)
+        keep = partial(create_selective_checkpoint_contexts, KEPT)
+        return checkpoint(self._forward, x, cache, cu_seqlens, use_reentrant=False, context_fn=keep)
+
+    def _forward(self, x: Tensor, cache: KeyValueCache | None, cu_seqlens: Tensor | None) -> Tensor:
         x = x + self.attn(self.ln_1(x), cache, cu_seqlens)
         return x + self.mlp(self.ln_2(x))
 
@@ -144,11 +151,12 @@ class GPT2(nn.Module):
 
     def __init__(self, config: ModelConfig, attention: Attention, activation_checkpointing: bool = False):
         super().__init__()
-        self.config, self.activation_checkpointing = config, activation_checkpointing
+        self.config = config
         self.wte = nn.Embedding(config.padded_vocab_size, config.n_embd)
         self.wpe = nn.Embedding(config.context_length, config.n_embd)
         self.drop = nn.Dropout(config.dropout)
-        self.h = nn.ModuleList(Block(config, attention, layer) for layer in range(config.n_layer))
+        blocks = (Block(config, attention, layer, activation_checkpointing) for layer in range(config.n_layer))
+        self.h = nn.ModuleList(blocks)
         self.ln_f = nn.LayerNorm(config.n_embd)
         self.apply(self._initialise)
 
@@ -177,20 +185,13 @@ class GPT2(nn.Module):
         positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
         x = self.drop(_residual(self.wte(tokens) + self.wpe(positions)))
         for block in self.h:
-            x = self._checkpointed(block)(x, cache, cu_seqlens)
+            x = block(x, cache, cu_seqlens)
         if cache is not None:
             cache.length += tokens.shape[1]
         x = self.ln_f(x)
         if targets is not None:
             return cross_entropy(x, self.wte.weight, targets, self.config.vocab_size)
         return F.linear(x, self.wte.weight)[..., : self.config.vocab_size]
-
-    def _checkpointed(self, block: Block) -> Callable[..., Tensor]:
-        """The block, which forgets its activations where that is asked for and a backward pass may follow."""
-        if not (self.activation_checkpointing and torch.is_grad_enabled()):
-            return block
-        keep = partial(create_selective_checkpoint_contexts, KEPT)
-        return partial(checkpoint, block, use_reentrant=False, context_fn=keep)
 
     def n_params(self) -> int:
         """Parameters without the position table: the N of 6 N FLOPs per token."""

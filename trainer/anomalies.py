@@ -19,10 +19,11 @@ class Watch:
     """Judges the steps of a run, one after the other, and records some as files of `folder`.
 
     A gradient norm is a spike if it is more than `spike_factor` times the median of the last hundred (None: none is).
+    Of several processes, all of which judge alike, only one `writes`.
     """
 
-    def __init__(self, folder: Path, spike_factor: float | None):
-        self.folder, self.spike_factor = folder, spike_factor
+    def __init__(self, folder: Path, spike_factor: float | None, writes: bool = True):
+        self.folder, self.spike_factor, self.writes = folder, spike_factor, writes
         self.in_a_row = 0
         """Steps up to now that were not finite."""
         self._norms: deque[float] = deque(maxlen=REMEMBERED)
@@ -49,6 +50,9 @@ class Watch:
 
         A step reads `windows` windows; `weights` are the checkpoint to run it by.
         """
+        path = self.folder / f"step-{step:08d}.json"
+        if not self.writes:
+            return path
         loader = state.loader.state_dict()
         loader["position"] -= (state.step - step + 1) * windows
         content = {
@@ -61,7 +65,6 @@ class Watch:
             "config": state.config,
         }
         self.folder.mkdir(exist_ok=True)
-        path = self.folder / f"step-{step:08d}.json"
         path.write_text(json.dumps(content, indent=2) + "\n")
         return path
 

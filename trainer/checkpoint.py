@@ -56,10 +56,10 @@ class CheckpointConfig:
 
 
 class Checkpoints:
-    """The checkpoints of one run: step-00000100.pt, ..., and best.pt."""
+    """The checkpoints of one run: step-00000100.pt, ..., and best.pt; of several processes only one `writes`."""
 
-    def __init__(self, folder: Path, keep: int):
-        self.folder, self.keep = folder, keep
+    def __init__(self, folder: Path, keep: int, writes: bool = True):
+        self.folder, self.keep, self.writes = folder, keep, writes
 
     def refuse_later_than(self, step: int) -> None:
         """A run that starts after `step` steps must not mix its checkpoints with later ones of another run.
@@ -88,6 +88,8 @@ class Checkpoints:
             CheckpointError: the disk refused it; all earlier ones are as they were.
         """
         path = self.folder / f"step-{step:08d}.pt"
+        if not self.writes:
+            return path
         self._write(path, state)
         outdated = [old for old in _all(self.folder) if _step(old) <= step][: -self.keep]
         for old in (*outdated, *self.folder.glob("*.partial")):
@@ -97,7 +99,8 @@ class Checkpoints:
     def save_best(self, state: State) -> Path:
         """Replaces best.pt. Raises CheckpointError as `save` does."""
         path = self.folder / "best.pt"
-        self._write(path, state)
+        if self.writes:
+            self._write(path, state)
         return path
 
     def _write(self, path: Path, state: State) -> None:

@@ -9,12 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from data.loader import document_cuts
+from data.loader import IGNORED, document_cuts
 from data.tokenizers import Tokenizer
 from errors import UserError
 from trainer.precision import Compute
-
-IGNORED = -100  # a target that takes no part in the loss
 
 
 @dataclass

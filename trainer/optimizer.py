@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from errors import UserError
 
@@ -78,13 +79,18 @@ def optimizer_step(optimizer: torch.optim.AdamW, scaler: torch.amp.GradScaler, l
         group["lr"] = lr
     if scaler.is_enabled():
         scaler.unscale_(optimizer)
-        norm = nn.utils.clip_grad_norm_(parameters, grad_clip or math.inf)
+        norm = _whole(nn.utils.clip_grad_norm_(parameters, grad_clip or math.inf))
         scaler.step(optimizer)
         scaler.update()
     else:
-        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        norm = _whole(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
         optimizer.grad_scale = (norm / (grad_clip or math.inf)).clamp(min=1)
         optimizer.found_inf = (~norm.isfinite()).float()
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return norm
+
+
+def _whole(norm: Tensor) -> Tensor:
+    """The norm over all processes, where each holds the gradients of a part of the weights."""
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

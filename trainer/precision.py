@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from errors import UserError
+from trainer.distributed import ALONE, World
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -23,10 +24,11 @@ class PrecisionConfig:
 
 @dataclass(frozen=True)
 class Compute:
-    """The device of a run and the dtype of its matrix products."""
+    """The device of a run, the dtype of its matrix products, and the processes that share the work."""
 
     device: torch.device
     dtype: torch.dtype
+    world: World = ALONE
 
     def autocast(self) -> torch.autocast:
         """Matrix products in `dtype`; a context that does nothing for fp32."""
@@ -43,17 +45,18 @@ class Compute:
 
     def __str__(self) -> str:
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
-        return f"{name}, {self.precision}"
+        several = "" if self.world.parallel == "none" else f"{self.world.size} x "
+        return f"{several}{name}, {self.precision}" + (f", {self.world.parallel}" if several else "")
 
 
-def choose_compute(device: str, precision: PrecisionConfig) -> Compute:
+def choose_compute(device: str, precision: PrecisionConfig, world: World = ALONE) -> Compute:
     """What `device` (auto, cpu, cuda) and `precision` ask for; auto takes the GPU, and bf16 on it, where there is one.
 
     Raises:
         UserError: no such device here, or it cannot compute in that precision.
     """
     place = _choose_device(device)
-    return Compute(place, _choose_dtype(precision.name, place))
+    return Compute(place, _choose_dtype(precision.name, place), world)
 
 
 def _choose_device(name: str) -> torch.device:

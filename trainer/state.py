@@ -8,6 +8,7 @@ from torch import nn
 from data.loader import TrainLoader
 from errors import UserError
 from trainer.checkpoint import State, rng_state, set_rng_state
+from trainer.parallel import split_moments, split_weights, whole
 
 
 @dataclass
@@ -29,7 +30,8 @@ class TrainState:
     """The settings of the run, to be read by whoever finds the checkpoint; a resumed run goes by its own."""
 
     def state_dict(self) -> State:
-        return {
+        """Whole, on the first of several processes; all of them must ask for it."""
+        state = {
             "model": self.model.state_dict(),
             "model_config": asdict(self.model.config),
             "optimizer": self.optimizer.state_dict(),
@@ -42,10 +44,11 @@ class TrainState:
             "skipped": self.skipped,
             "rng": rng_state(),
         }
+        return whole(state)
 
     def load_state_dict(self, state: State) -> None:
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.model.load_state_dict(split_weights(self.model, state["model"]))
+        self.optimizer.load_state_dict(split_moments(self.optimizer, state["optimizer"]))
         self.scaler.load_state_dict(state["scaler"])
         self.loader.load_state_dict(state["loader"])
         self.step, self.best_loss, self.skipped = state["step"], state["best_loss"], state["skipped"]

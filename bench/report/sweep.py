@@ -6,12 +6,15 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
 from errors import UserError
+from trainer.distributed import started
 
 
 class SweepReport(Callback):
     """Compares the runs of a sweep on one page, report.html in the sweep's folder."""
 
     def on_multirun_end(self, config: DictConfig, **_) -> None:
+        if started()[0] > 0:
+            return
         from bench.report.page import write_page  # only here: a single run does not pay for the import
         from bench.report.runs import read_runs
 

@@ -269,7 +269,8 @@ def test_activation_checkpointing_changes_no_gradient_and_keeps_attention(attent
     tokens, dropout = tokens_of(2, 41), 0.0 if attention == "sdpa" else 0.2  # torch's has none that is fused on a CPU
     for checkpointing in (False, True):
         model = sharpen(build(attention, dropout=dropout))
-        model.activation_checkpointing = checkpointing
+        for block in model.h:
+            block.activation_checkpointing = checkpointing
         torch.manual_seed(3)
         with Recorder() as recorder:
             model(tokens[:, :-1], tokens[:, 1:]).backward()

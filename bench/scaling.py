@@ -1,0 +1,212 @@
+"""Training steps on 1, 2, 4 and 8 GPUs of one machine: python -m bench.scaling --help.
+
+The micro-batch of each GPU stays, so that the work grows with their number. torchrun starts this module anew for every
+row: each process takes train.py's own steps on random tokens, and the first of them times them, by the clock of
+training, from the third on. `linear` is the speed over that of one GPU times their number, where ddp's one GPU trains
+without it, as train.py does; `peak_gib` is the first GPU's.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import train
+from bench.attention import output_file, positive, results_folder, write
+from bench.environment import ROOT, environment
+from bench.trainers import DTYPE, Cell, Trainer, ours
+from errors import UserError
+from trainer.distributed import World, join
+from trainer.precision import Compute
+
+TIMEOUT_S = 600
+PIPES = {"capture_output": True, "text": True}
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """A model at a context length and a micro-batch, and how processes share it."""
+
+    cell: Cell
+    parallel: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.cell.name}_{self.parallel}"
+
+    def __str__(self) -> str:
+        return f"{self.cell.model}:{self.cell.context_length}:{self.cell.batches[0]}:{self.parallel}"
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        """What str wrote."""
+        model, context_length, batch, parallel = text.split(":")
+        return cls(Cell(model, int(context_length), (int(batch),)), parallel)
+
+
+CELLS = {
+    scaling.name: scaling
+    for scaling in (
+        Scaling(Cell("gpt2", 1024, (128,)), "ddp"),
+        Scaling(Cell("gpt3-1.3b", 2048, (8,)), "ddp"),
+        Scaling(Cell("gpt3-1.3b", 2048, (8,)), "fsdp"),
+        Scaling(Cell("gpt3-2.7b", 8192, (2,)), "fsdp"),
+        Scaling(Cell("gpt3-2.7b", 8192, (2,)), "ddp"),
+    )
+}
+
+
+def take_steps(scaling: Scaling, arguments: argparse.Namespace) -> None:
+    """One of the processes of a row; the first writes what it measured."""
+    with join(None if scaling.parallel == "ddp" else scaling.parallel, arguments.device, TIMEOUT_S) as world:
+        measured = measure(scaling.cell, arguments, world)
+        if world.is_first:
+            arguments.out.write_text(json.dumps(measured))
+
+
+def measure(cell: Cell, arguments: argparse.Namespace, world: World) -> dict:
+    """Seconds of the first step, and the medians of `rounds` windows of `steps` steps each."""
+    (batch,), compute = cell.batches, Compute(torch.device(arguments.device), DTYPE, world)
+    compiled = arguments.device == "cuda"
+    job = ours(cell, Trainer("ours", "flash2", compiled), arguments.device, world=world)
+    meter = train.build_meter(job.model, world.size * batch * cell.context_length, compute)
+    began = time.perf_counter()
+    job.step(batch)[0].tolist()  # waits for the GPU
+    first_step_s = time.perf_counter() - began
+    job.step(batch)
+    meter.start()
+    windows = []
+    for _ in range(arguments.rounds):
+        for _ in range(arguments.steps):
+            meter.step(job.step(batch)[1])
+        windows.append(meter.read())
+    peak = max(window.get("memory/peak_allocated_gib", window.get("memory/peak_rss_gib")) for window in windows)
+    medians = {
+        key: statistics.median(window[f"perf/{key}"] for window in windows) if f"perf/{key}" in windows[0] else None
+        for key in ("tokens_per_second", "tflops", "mfu")
+    }
+    samples = [window["perf/tokens_per_second"] for window in windows]
+    return medians | {"peak_gib": peak, "first_step_s": first_step_s, "samples": samples}
+
+
+def row_of(scaling: Scaling, gpus: int, arguments: argparse.Namespace) -> dict:
+    """Has so many processes measure a cell; out of memory and other failures are rows too."""
+    cell = scaling.cell
+    row = {"trainer": "ours", "model": cell.model, "context_length": cell.context_length, "batch_size": cell.batches[0]}
+    row |= {"attention": "flash2", "compiled": arguments.device == "cuda", "parallel": scaling.parallel, "gpus": gpus}
+    unknown = ("tokens_per_second", "tflops", "mfu", "peak_gib", "first_step_s", "linear", "message")
+    row |= dict.fromkeys(unknown)
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "row.json"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}"]
+        command += ["-m", "bench.scaling", f"--process-of={scaling}", f"--device={arguments.device}"]
+        command += [f"--steps={arguments.steps}", f"--rounds={arguments.rounds}", f"--out={out}"]
+        ended = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, **PIPES)
+        if ended.returncode == 0:
+            return row | json.loads(out.read_text()) | {"status": "ok"}
+    return row | {"status": "oom" if "OutOfMemoryError" in ended.stderr else "failed", "message": cause(ended.stderr)}
+
+
+def cause(stderr: str) -> str:
+    """The first line in which a process named an error of its own."""
+    lines = [line for line in stderr.splitlines() if "Error" in line or line.startswith("error: ")]
+    return (lines or ["no error was named"])[0]
+
+
+def add_linear(rows: list[dict]) -> None:
+    """Completes rows with their speed over that of one GPU times their GPUs, where one GPU was measured."""
+    alone = {(row["model"], row["parallel"]): row["tokens_per_second"] for row in rows if row["gpus"] == 1}
+    for row in rows:
+        one = alone.get((row["model"], row["parallel"]))
+        row["linear"] = row["tokens_per_second"] / (row["gpus"] * one) if one and row["tokens_per_second"] else None
+
+
+def show(rows: list[dict]) -> None:
+    table = Table(title="training on several GPUs")
+    for column in ("model", "context", "parallel", "GPUs", "tokens/s", "of linear", "TFLOP/s", "GiB"):
+        table.add_column(column, justify="left" if column in ("model", "parallel") else "right")
+    for row in rows:
+        speeds = [row["status"], "", "", ""]
+        if row["status"] == "ok":
+            linear = f"{row['linear']:.1%}" if row["linear"] else "-"
+            speeds = [f"{row['tokens_per_second']:,.0f}", linear, f"{row['tflops']:.0f}", f"{row['peak_gib']:.1f}"]
+        table.add_row(row["model"], f"{row['context_length']:,}", row["parallel"], str(row["gpus"]), *speeds)
+    Console(width=100).print(table)
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.scaling",
+        description="Measures train.py's steps on one GPU and on several of the same machine.",
+        epilog="Example: python -m bench.scaling --cells gpt2_1k_ddp --gpus 1,8",
+    )
+    add = parser.add_argument
+    add("--cells", default=",".join(CELLS), help=f"only these, separated by commas (all: {', '.join(CELLS)})")
+    add("--gpus", default="1,2,4,8", help="how many, separated by commas (1,2,4,8)")
+    add("--steps", type=positive, default=10, help="of a sample (10)")
+    add("--rounds", type=positive, default=5, help="samples of a row (5)")
+    add("--device", default="cuda", help="cpu tries everything out without a GPU")
+    add("--gpu", help="folder under bench/results; by default made of the device's name and the most GPUs: h200x8")
+    add("--out", type=output_file, help="file to write instead of bench/results/<gpu>/scaling.json")
+    add("--process-of", help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def scaling_folder(gpu: str | None, most: int) -> Path:
+    """Where the results of so many GPUs go, such as h200x8, unless the user names it otherwise."""
+    folder = results_folder(gpu)
+    return folder if gpu else folder.with_name(f"{folder.name}x{most}")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """What the command line asks for.
+
+    Raises:
+        UserError: it cannot be done.
+    """
+    names, counts = arguments.cells.split(","), [positive(count) for count in arguments.gpus.split(",")]
+    for name in names:
+        if name not in CELLS:
+            raise UserError(f"--cells {name} is unknown; choose among {', '.join(CELLS)}")
+    if arguments.device == "cpu" and not arguments.out:
+        raise UserError("--device cpu only tries things out; name a file for its rows by --out")
+    if arguments.device == "cuda" and max(counts) > torch.cuda.device_count():
+        raise UserError(f"--gpus {max(counts)}, but torch sees {torch.cuda.device_count()} GPUs here; ask for fewer")
+    out = arguments.out or scaling_folder(arguments.gpu, max(counts)) / "scaling.json"
+    results = {"environment": environment(), "rows": []}
+    for name in names:
+        for gpus in counts:
+            results["rows"].append(row := row_of(CELLS[name], gpus, arguments))
+            add_linear(results["rows"])
+            write(out, results)
+            speed = f"{row['tokens_per_second']:,.0f} tokens/s" if row["status"] == "ok" else row["message"]
+            print(f"{name} on {gpus}: {row['status']}, {speed}", flush=True)
+    show(results["rows"])
+    print(f"written to {out}")
+
+
+def main() -> None:
+    arguments = parse()
+    try:
+        if arguments.process_of:
+            take_steps(Scaling.read(arguments.process_of), arguments)
+        else:
+            run(arguments)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

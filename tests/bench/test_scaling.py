@@ -1,0 +1,48 @@
+"""bench.scaling without a GPU: a tiny model by one process and two, whose times are not looked at."""
+
+import json
+
+import pytest
+
+from bench import scaling
+from bench.trainers import Cell
+from errors import UserError
+
+ROW = {"model": "gpt2", "parallel": "ddp"}
+
+
+def test_rows_of_one_process_and_of_two(tmp_path, monkeypatch):
+    tiny = scaling.Scaling(Cell("gpt2-nano", 64, (2,)), "fsdp")
+    monkeypatch.setitem(scaling.CELLS, "gpt2-nano_0k_fsdp", tiny)
+    out = tmp_path / "scaling.json"
+    settings = ["--cells=gpt2-nano_0k_fsdp", "--gpus=1,2", "--steps=1", "--rounds=2", "--device=cpu", f"--out={out}"]
+    scaling.run(scaling.parse(settings))
+    one, two = json.loads(out.read_text())["rows"]
+    assert (one["gpus"], two["gpus"]) == (1, 2) and one["status"] == two["status"] == "ok", (one, two)
+    assert one["linear"] == 1 and two["linear"] == two["tokens_per_second"] / one["tokens_per_second"] / 2
+    assert len(two["samples"]) == 2 and two["peak_gib"] > 0 and two["tflops"] > 0 and two["mfu"] is None
+
+
+def test_linear_is_the_speed_of_one_times_their_number():
+    rows = [ROW | {"gpus": n, "tokens_per_second": speed} for n, speed in ((1, 100.0), (2, 190.0), (4, None))]
+    rows.append({"model": "gpt2", "parallel": "fsdp", "gpus": 8, "tokens_per_second": 700.0})
+    scaling.add_linear(rows)
+    assert [row["linear"] for row in rows] == [1, 0.95, None, None]
+
+
+def test_the_error_of_a_process_is_what_a_failed_row_tells():
+    stderr = "W1121 warning\n[rank1]: Traceback\n[rank1]: torch.OutOfMemoryError: CUDA out of memory\n[rank0]: Error b"
+    assert scaling.cause(stderr) == "[rank1]: torch.OutOfMemoryError: CUDA out of memory"
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (["--cells=gpt5"], "--cells gpt5 is unknown"),
+        (["--gpus=64"], "--gpus 64, but torch sees"),
+        (["--device=cpu"], "name a file for its rows by --out"),
+    ],
+)
+def test_what_cannot_be_is_refused(given, sentence):
+    with pytest.raises(UserError, match=sentence):
+        scaling.run(scaling.parse(given))

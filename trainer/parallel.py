@@ -1,0 +1,84 @@
+"""How processes share a model: DistributedDataParallel around the whole of it, or its weights split by FSDP2."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map
+
+from model.gpt2 import GPT2
+from trainer.checkpoint import State
+from trainer.distributed import World
+from trainer.precision import Compute
+
+
+def shard(model: GPT2, compute: Compute, reshard_after_forward: bool) -> GPT2:
+    """The model itself; for fsdp and hsdp each process keeps its part of every weight, and they gather a block's whole
+    weights, in the precision of the products, when it computes. Gradients are summed in fp32.
+
+    With `reshard_after_forward` they are given up until the backward pass; those outside of the blocks never are.
+    """
+    if not compute.world.is_sharded:
+        return model
+    options = {"mesh": _mesh(compute), "mp_policy": MixedPrecisionPolicy(compute.dtype, torch.float32)}
+    for block in model.h:
+        fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
+    return fully_shard(model, reshard_after_forward=False, **options)
+
+
+def _mesh(compute: Compute) -> DeviceMesh:
+    """All processes in a row; for hsdp a row for each node, among which weights are split, and alike in all rows."""
+    world = compute.world
+    if world.parallel == "fsdp":
+        return init_device_mesh(compute.device.type, (world.size,), mesh_dim_names=("shard",))
+    shape = world.size // world.ranks_per_node, world.ranks_per_node
+    return init_device_mesh(compute.device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def data_parallel(model: nn.Module, world: World) -> nn.Module:
+    """The model as the loop calls it: where each process holds all of it, its gradient becomes the mean of theirs."""
+    return DistributedDataParallel(model, gradient_as_bucket_view=True) if world.parallel == "ddp" else model
+
+
+def synchronise_gradients(model: nn.Module, wanted: bool) -> None:
+    """Whether the next backward pass exchanges gradients; those of the passes without add up in each process."""
+    if isinstance(model, DistributedDataParallel):
+        model.require_backward_grad_sync = wanted  # what its no_sync sets, which would indent the pass
+    elif isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(wanted)
+
+
+def whole(state: State) -> State:
+    """The state with tensors that are split put together, on the CPU of the first process; all must take part."""
+    return tree_map(lambda x: _gather(x) if isinstance(x, DTensor) else x, state)
+
+
+def _gather(x: DTensor) -> Tensor | None:
+    full = x.full_tensor()
+    return full.cpu() if dist.get_rank() == 0 else None
+
+
+def split_weights(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Whole weights by name, split as those of the model are."""
+    parameters = dict(model.named_parameters())
+    return {name: _split_like(x, parameters[name]) for name, x in weights.items()}
+
+
+def split_moments(optimizer: torch.optim.Optimizer, state: State) -> State:
+    """An optimizer's state of whole tensors, its moments split as the optimizer's parameters are."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    moments = {
+        i: {key: _split_like(x, parameters[i]) if x.ndim else x for key, x in of_one.items()}
+        for i, of_one in state["state"].items()
+    }
+    return state | {"state": moments}
+
+
+def _split_like(x: Tensor, parameter: Tensor) -> Tensor:
+    if not isinstance(parameter, DTensor):
+        return x
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return distribute_tensor(x.to(parameter.device), mesh, placements, src_data_rank=None)  # each process has all of x
