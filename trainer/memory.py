@@ -54,7 +54,8 @@ def _fits(
 ) -> bool:
     """Whether a forward and a backward pass fit beside the optimizer's moments."""
     model.train()
-    model.activation_checkpointing = checkpointing
+    for block in model.h:
+        block.activation_checkpointing = checkpointing
     try:
         # Moments that the optimizer has not made yet: two of the size of each parameter.
         moments = [] if optimizer.state else [torch.empty_like(p) for p in model.parameters() for _ in range(2)]

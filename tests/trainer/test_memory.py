@@ -17,7 +17,7 @@ def limit(monkeypatch, tokens: int, kept: float) -> None:
     forward = GPT2.forward
 
     def limited(self, inputs, *args, **kwargs):
-        if inputs.numel() > tokens / (kept if self.activation_checkpointing else 1):
+        if inputs.numel() > tokens / (kept if self.h[0].activation_checkpointing else 1):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity")
         return forward(self, inputs, *args, **kwargs)
 
