@@ -1,11 +1,15 @@
 """Runs of train.py by several processes, in one launch: torchrun tests/several.py "FOLDER OVERRIDES" ..."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 
-from tests.e2e import python_path, train
+import pytest
+
+from tests.e2e import at_call, python_path, train
+from trainer.checkpoint import Checkpoints
 
 SINGLE_NODE = ("--standalone",)
 
@@ -45,6 +49,19 @@ def train_on_two_nodes(processes: int, *runs: str) -> None:
         assert agent.returncode == 0, err
 
 
+def train_terminated(folder: str, *overrides: str) -> None:
+    """A run of which the second process alone gets SIGTERM, at its first evaluation."""
+    with pytest.MonkeyPatch.context() as patch:
+        if os.environ["RANK"] == "1":
+            terminate = at_call(1, lambda: os.kill(os.getpid(), signal.SIGTERM), Checkpoints.save_best)
+            patch.setattr(Checkpoints, "save_best", terminate)
+        assert train(folder, *overrides).code == 128 + signal.SIGTERM
+
+
 if __name__ == "__main__":
     for arguments in sys.argv[1:]:
-        train(*arguments.split()).ok()
+        folder, *overrides = arguments.split()
+        if folder == "terminated":
+            train_terminated(folder, *overrides)
+        else:
+            train(folder, *overrides).ok()

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
+from errors import UserError
 from model.gpt2 import GPT2
 from trainer.checkpoint import State
 from trainer.distributed import World
@@ -20,9 +21,14 @@ def shard(model: GPT2, compute: Compute, reshard_after_forward: bool) -> GPT2:
     weights, in the precision of the products, when it computes. Gradients are summed in fp32.
 
     With `reshard_after_forward` they are given up until the backward pass; those outside of the blocks never are.
+
+    Raises:
+        UserError: fp16, which needs a loss scale that is agreed on by all processes.
     """
     if not compute.world.is_sharded:
         return model
+    if compute.dtype == torch.float16:
+        raise UserError(f"precision=fp16 does not go with parallel={compute.world.parallel}; set precision=bf16")
     options = {"mesh": _mesh(compute), "mp_policy": MixedPrecisionPolicy(compute.dtype, torch.float32)}
     for block in model.h:
         fully_shard(block, reshard_after_forward=reshard_after_forward, **options)

@@ -1,4 +1,4 @@
-"""bench.scaling without a GPU: a tiny model by one process and two, whose times are not looked at."""
+"""bench.scaling without a GPU: a tiny model by two processes, whose times are not looked at."""
 
 import json
 
@@ -11,16 +11,15 @@ from errors import UserError
 ROW = {"model": "gpt2", "parallel": "ddp"}
 
 
-def test_rows_of_one_process_and_of_two(tmp_path, monkeypatch):
+def test_a_row_of_two_processes(tmp_path, monkeypatch):
     tiny = scaling.Scaling(Cell("gpt2-nano", 64, (2,)), "fsdp")
     monkeypatch.setitem(scaling.CELLS, "gpt2-nano_0k_fsdp", tiny)
     out = tmp_path / "scaling.json"
-    settings = ["--cells=gpt2-nano_0k_fsdp", "--gpus=1,2", "--steps=1", "--rounds=2", "--device=cpu", f"--out={out}"]
+    settings = ["--cells=gpt2-nano_0k_fsdp", "--gpus=2", "--steps=1", "--rounds=2", "--device=cpu", f"--out={out}"]
     scaling.run(scaling.parse(settings))
-    one, two = json.loads(out.read_text())["rows"]
-    assert (one["gpus"], two["gpus"]) == (1, 2) and one["status"] == two["status"] == "ok", (one, two)
-    assert one["linear"] == 1 and two["linear"] == two["tokens_per_second"] / one["tokens_per_second"] / 2
-    assert len(two["samples"]) == 2 and two["peak_gib"] > 0 and two["tflops"] > 0 and two["mfu"] is None
+    (row,) = json.loads(out.read_text())["rows"]
+    assert (row["status"], row["message"], row["gpus"], row["linear"]) == ("ok", None, 2, None)
+    assert len(row["samples"]) == 2 and row["peak_gib"] > 0 and row["tflops"] > 0 and row["mfu"] is None
 
 
 def test_linear_is_the_speed_of_one_times_their_number():

@@ -13,11 +13,11 @@ pytest_plugins = ["tests.e2e"]
 
 
 def test_a_sweep_is_trained_by_submitits_processes_together(workplace):
-    """Each job by two, which are told their places by submitit; a job that is refused is told where it was launched."""
+    """By two, which are told their places by submitit."""
     submitit = ("-m", "hydra/launcher=submitit_local", "hydra.launcher.tasks_per_node=2", "hydra.sweep.dir=sweep")
-    sweep = start(str(ROOT / "train.py"), *submitit, *TINY, "train.max_steps=2", "train.global_batch_size=4,3")
+    sweep = start(str(ROOT / "train.py"), *submitit, *TINY, "train.max_steps=2")
     _, err = sweep.communicate(timeout=240)
-    assert sweep.returncode == 2 and "train.global_batch_size=3 is no multiple of train.batch_size=2" in err
+    assert sweep.returncode == 0, err
     assert [step for step, *_ in curve("sweep/0_flash2")] == [1, 2]
     assert any("2 x CPU, fp32, ddp" in log.read_text() for log in Path("sweep").glob(".submitit/*/*_0_log.out"))
 

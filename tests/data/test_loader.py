@@ -1,5 +1,6 @@
 import os
 import threading
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -7,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.loader import DataError, TrainLoader, WindowOrder, document_cuts, validation_batches
+from data.loader import IGNORED, DataError, TrainLoader, WindowOrder, document_cuts, validation_batches
 from errors import UserError
 
 CPU = torch.device("cpu")
@@ -90,6 +91,20 @@ def test_resuming_with_another_batch_size_continues_at_the_same_window():
         second.load_state_dict(first.state_dict())
         expected = torch.cat([first.next_batch()[0], first.next_batch()[0]])
         assert torch.equal(second.next_batch()[0], expected)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_several_processes_read_what_one_would_and_none_of_it_twice(ranks):
+    """Of 3 windows each: the windows of one process with batches as large as theirs together, whoever resumes them."""
+    with ExitStack() as stack:
+        alone = stack.enter_context(loader_of(numbered(500), batch_size=3 * ranks))
+        several = [stack.enter_context(loader_of(numbered(500), rank=r, ranks=ranks)) for r in range(ranks)]
+        for _ in range(20):
+            assert torch.equal(torch.cat([next(loader)[0] for loader in several]), next(alone)[0])
+        for loader in several:
+            assert loader.state_dict() == alone.state_dict()
+        several[-1].load_state_dict(alone.state_dict())
+        assert torch.equal(next(several[-1])[0], next(alone)[0][-3:])
 
 
 @pytest.mark.parametrize(
@@ -184,6 +199,21 @@ def test_validation_covers_the_file_evenly_and_the_same_way_each_time(size, batc
     assert torch.all(inputs[:, 0] % context_length == 0)
     gaps = torch.diff(places, append=torch.tensor([windows]))
     assert gaps.min() >= 1 and gaps.max() - gaps.min() <= 1
+
+
+@given(windows=st.integers(1, 20), batch_size=st.integers(1, 4), ranks=st.integers(1, 5))
+@settings(deadline=None)
+def test_validation_is_split_into_as_many_batches_for_every_process(windows, batch_size, ranks):
+    """Whose counted targets are together those of one process; a batch counts as a whole or not at all."""
+    options = {"batch_size": batch_size, "context_length": 4, "max_tokens": 10**6, "device": CPU}
+    options |= {"vocab_size": 50257, "name": "val.bin", "ranks": ranks}
+    tokens = numbered(windows * 4 + 1)
+    parts = [[targets for _, targets in validation_batches(tokens, rank=r, **options)] for r in range(ranks)]
+    assert len({len(part) for part in parts}) == 1
+    targets = [batch for part in parts for batch in part]
+    assert all((batch == IGNORED).all() or (batch != IGNORED).all() for batch in targets)
+    counted = torch.cat([batch.flatten() for batch in targets if (batch != IGNORED).all()])
+    assert counted.sort().values.tolist() == list(range(1, windows * 4 + 1))
 
 
 @pytest.mark.gpu

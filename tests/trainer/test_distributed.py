@@ -5,18 +5,23 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from conf.schema import TrainConfig
 from errors import UserError
 from tests.e2e import curve, load, rows, run, train, write_tokens
 from tests.several import ended, torchrun, train_on_two_nodes, train_together
-from trainer.distributed import choose_parallel
+from trainer.checkpoint import find
+from trainer.distributed import World, choose_parallel
+from trainer.parallel import shard
+from trainer.precision import Compute
 
 pytest_plugins = ["tests.e2e"]
 
 # 16 sequences a step, in micro-steps of 2; 13 windows of validation, which divide among no number of processes.
-GLOBAL = "train.batch_size=2 train.grad_accumulation=8 train.eval_tokens=416 train.eval_interval=4 train.max_steps=8"
-GLOBAL += " optimizer.grad_clip=0.5 checkpoint.interval=4"
+GLOBAL = "train.batch_size=2 train.grad_accumulation=8 train.eval_tokens=416 train.eval_interval=3 train.max_steps=6"
+GLOBAL += " optimizer.grad_clip=0.5 checkpoint.interval=3"
 LOSSES = ("train/loss", "train/grad_norm", "train/lr", "val/loss")
 
 
@@ -29,7 +34,7 @@ def assert_same_curve(found: Path, expected: Path, after: int = 0) -> None:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
     """The folder of one run by one process and the same by several, in as few launches as can be."""
-    folder, resume = tmp_path_factory.mktemp("runs"), "checkpoint.resume={}/checkpoints/step-00000004.pt"
+    folder, resume = tmp_path_factory.mktemp("runs"), "checkpoint.resume={}/checkpoints/step-00000003.pt"
     write_tokens(folder / "tokens")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -39,6 +44,7 @@ def runs(tmp_path_factory) -> Path:
             f"ddp {GLOBAL}",
             f"ddp_after_alone {GLOBAL} {resume.format('alone')}",
             f"fsdp {GLOBAL} parallel=fsdp train.activation_checkpointing=true",
+            f"terminated {GLOBAL} checkpoint.interval=100",
         )
         train_on_two_nodes(
             2, f"four {GLOBAL}", f"hsdp_after_fsdp {GLOBAL} parallel=hsdp {resume.format('fsdp')} train.sample_tokens=5"
@@ -49,7 +55,7 @@ def runs(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize(
     ("folder", "after"),
-    [("ddp", 0), ("fsdp", 0), ("four", 0), ("ddp_after_alone", 4), ("hsdp_after_fsdp", 4), ("alone_after_fsdp", 4)],
+    [("ddp", 0), ("fsdp", 0), ("four", 0), ("ddp_after_alone", 3), ("hsdp_after_fsdp", 3), ("alone_after_fsdp", 3)],
 )
 def test_neither_the_number_of_processes_nor_the_way_they_share_the_work_changes_the_curve(runs, folder, after):
     assert_same_curve(runs / folder, runs / "alone", after)
@@ -59,8 +65,13 @@ def test_the_first_process_alone_logs_and_saves(runs):
     """On two nodes too: 16 sequences of 32 tokens a step, whoever read them."""
     for folder in ("ddp", "four"):
         logged = rows(runs / folder)
-        assert [(row["step"], row["tokens"]) for row in logged] == [(step, step * 16 * 32) for step in range(1, 9)]
-        assert load(runs / folder / "checkpoints" / "step-00000008.pt")["loader"]["position"] == 8 * 16
+        assert [(row["step"], row["tokens"]) for row in logged] == [(step, step * 16 * 32) for step in range(1, 7)]
+        assert load(runs / folder / "checkpoints" / "step-00000006.pt")["loader"]["position"] == 6 * 16
+
+
+def test_a_signal_to_one_process_stops_all_after_the_same_step(runs):
+    assert [step for step, *_ in curve(runs / "terminated")] == [1, 2, 3]
+    assert load(find(runs / "terminated"))["step"] == 3
 
 
 @pytest.mark.parametrize(
@@ -107,6 +118,12 @@ def test_a_process_alone_joins_nobody_and_several_are_ddp(monkeypatch):
     for size, expected in ((1, "none"), (2, "ddp")):
         monkeypatch.setenv("WORLD_SIZE", str(size))
         assert choose_parallel(None) == expected
+
+
+def test_fp16_is_not_split():
+    compute = Compute(torch.device("cpu"), torch.float16, World(size=2, parallel="fsdp"))
+    with pytest.raises(UserError, match="precision=fp16 does not go with parallel=fsdp; set precision=bf16"):
+        shard(nn.Linear(1, 1), compute, reshard_after_forward=True)
 
 
 def test_eval_only_by_several_processes_is_refused(workplace, monkeypatch):
