@@ -45,9 +45,12 @@ def launch(
     texts = [argument for argument in sys.argv[1:] if literal and argument.startswith(f"{literal}=")]
     sys.argv[1:] = [_full_name(argument, short or {}) for argument in sys.argv[1:] if argument not in texts]
     failed: list[str] = []  # jobs of a sweep
+    started = False
 
     @hydra.main(version_base="1.3", config_path=str(Path(__file__).parent), config_name=config_name)
     def job(config: DictConfig) -> None:
+        nonlocal started
+        started = True
         # What is refused ends the program here, or Hydra would print the overrides before the sentence. In a sweep
         # nothing is raised, as Hydra would skip what comes after the jobs.
         try:
@@ -78,6 +81,10 @@ def launch(
         _refuse(
             f"{error.filename or 'the disk'}: {error.strerror}; make room, or write elsewhere with hydra.run.dir=..."
         )
+    except Exception as error:
+        if started:
+            raise
+        _refuse(explain(error))  # of what it cannot compose Hydra lets a ValueError through, and others
     if failed:
         _refuse(f"of the sweep these jobs failed, as told above: {', '.join(failed)}")
 
@@ -138,7 +145,7 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 def _refuse(sentence: str) -> None:
-    print(f"error: {sentence}", file=sys.stderr)
+    print(f"error: {' '.join(sentence.splitlines())}", file=sys.stderr)  # it may quote what was given
     sys.exit(2)
 
 
