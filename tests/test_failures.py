@@ -134,6 +134,8 @@ def test_too_many_steps_in_a_row_that_are_not_finite_stop_the_run(workplace, mon
     outcome = train("run", "train.max_steps=40", "train.on_nan=skip", "train.log_interval=4", "train.eval_interval=99")
     assert outcome.code == 2 and "the loss was nan and the gradient norm nan at step 22;" in outcome.err
     assert "lower optimizer.lr" in outcome.err and len(outcome.err.splitlines()) == 1
+    again = run("train.py", re.search(r"replay=\S+", outcome.err).group(), "device=cpu").ok()
+    assert "the batch of step 22 by " in again.out and "step-00000024.pt, flash2 attention" in again.out
 
 
 def replayed(outcome) -> dict:
@@ -160,7 +162,7 @@ def test_spike_is_recorded_and_its_batch_replayed_to_the_bit(workplace, monkeypa
     assert by_others["loss"] != result["loss"] and by_others["checkpoint"].endswith("20.pt")
     shutil.rmtree("run/checkpoints")
     refused = run("train.py", file, "device=cpu")
-    assert refused.code == 2 and "are gone; give checkpoint=" in refused.err
+    assert refused.code == 2 and "names no checkpoint that exists" in refused.err
 
 
 def test_two_runs_do_not_write_into_one_folder(workplace):

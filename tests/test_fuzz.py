@@ -60,7 +60,7 @@ KEYS = st.one_of(st.sampled_from(keys()), st.from_regex(r"[a-z~+]{1,3}[a-z.@/]{0
 @given(overrides=st.lists(st.tuples(KEYS, VALUES), min_size=1, max_size=3))
 @example(overrides=[("attention", "null")])  # a ValueError of Hydra's
 @example(overrides=[("optimizer.warmup_steps", "a[=\x85b")])  # a sentence of two lines
-@settings(fuzz, max_examples=25)
+@settings(fuzz, max_examples=15)
 def test_any_command_line_is_taken_or_refused_in_one_sentence(tmp_path, overrides):
     arguments = [f"{key}={value}" for key, value in overrides]
     taken, out, err = [], io.StringIO(), io.StringIO()
