@@ -300,7 +300,9 @@ def replay(config: Config) -> None:
     settings = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), recorded["config"]))
     source = config.checkpoint.load or recorded["checkpoint"]
     if source is None or not (config.checkpoint.load or Path(source).exists()):
-        raise UserError(f"the weights that replay={config.replay} began from, {source}, are gone; give checkpoint=...")
+        raise UserError(
+            f"replay={config.replay} names no checkpoint that exists ({source}); give one by checkpoint=..."
+        )
     compute, folder = choose_compute(config.device, settings.precision), output_dir()
     tokens = open_tokens(settings.data)
     seed(settings.train, compute)
@@ -342,19 +344,20 @@ def read_window(
         broken, spike = watch.is_broken(loss, norm, state.scaler.is_enabled()), watch.spike(norm)
         if not broken and spike is None:
             continue
+        stops = broken and (config.train.on_nan == "stop" or watch.in_a_row == IN_A_ROW)
+        path = save(checkpoints, state) if stops else None
         windows, weights = config.train.sequences, checkpoints.before(step)
         file = watch.record(step, loss, norm, state=state, windows=windows, weights=weights)
         told = f"the loss was {loss:.6g} and the gradient norm {norm:.6g} at step {step}"
-        if spike is not None:
-            log.message(f"{told}, {spike:.0f} times the usual; look at it with python train.py replay={file}")
-        if not broken:
-            continue
-        if config.train.on_nan == "stop" or watch.in_a_row == IN_A_ROW:
-            path = save(checkpoints, state)
+        if stops:
             raise UserError(
                 f"{told}; the weights took no such step and are saved in {path}; lower optimizer.lr, or check the data "
                 f"with python train.py replay={file}"
             )
+        if spike is not None:
+            log.message(f"{told}, {spike:.0f} times the usual; look at it with python train.py replay={file}")
+        if not broken:
+            continue
         state.skipped += 1
         log.message(
             f"{told}; the weights did not take it, as train.on_nan=skip ({state.skipped} so far); replay={file}"

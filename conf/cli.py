@@ -50,9 +50,12 @@ def launch(
     texts = [argument for argument in sys.argv[1:] if literal and argument.startswith(f"{literal}=")]
     sys.argv[1:] = [_full_name(argument, short or {}) for argument in sys.argv[1:] if argument not in texts]
     program, failed = _Program(run), []  # failed: jobs of a sweep
+    composed = False
 
     @hydra.main(version_base="1.3", config_path=str(Path(__file__).parent), config_name=config_name)
     def job(config: DictConfig) -> None:
+        nonlocal composed
+        composed = True
         # What is refused ends the program here, or Hydra would print the overrides before the sentence. In a sweep
         # nothing is raised, as Hydra would skip what comes after the jobs.
         try:
@@ -89,6 +92,10 @@ def launch(
         _refuse(
             f"{error.filename or 'the disk'}: {error.strerror}; make room, or write elsewhere with hydra.run.dir=..."
         )
+    except Exception as error:
+        if composed or type(error).__module__.startswith("submitit"):
+            raise
+        _refuse(explain(error))  # of what it cannot compose Hydra lets a ValueError through, and others
     if failed:
         _refuse(f"of the sweep these jobs failed, as told above: {', '.join(failed)}")
 
@@ -171,7 +178,7 @@ def _refuse(sentence: str) -> None:
     if rank:
         time.sleep(PATIENCE_S)
         sentence += f" (process {rank} of {size})"
-    print(f"error: {sentence}", file=sys.stderr)
+    print(f"error: {' '.join(sentence.splitlines())}", file=sys.stderr)  # it may quote what was given
     sys.exit(2)
 
 

@@ -7,7 +7,10 @@ import os
 import re
 import shutil
 import signal
+import threading
+import time
 from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
@@ -15,7 +18,7 @@ import torch
 from model.gpt2 import GPT2
 from tests.e2e import TINY, at_call, curve, largest_file, load, rows, run, start, train
 from trainer import checkpoint
-from trainer.checkpoint import find
+from trainer.checkpoint import Checkpoints, find
 from trainer.folders import claimed
 
 pytest_plugins = ["tests.e2e"]
@@ -131,6 +134,8 @@ def test_too_many_steps_in_a_row_that_are_not_finite_stop_the_run(workplace, mon
     outcome = train("run", "train.max_steps=40", "train.on_nan=skip", "train.log_interval=4", "train.eval_interval=99")
     assert outcome.code == 2 and "the loss was nan and the gradient norm nan at step 22;" in outcome.err
     assert "lower optimizer.lr" in outcome.err and len(outcome.err.splitlines()) == 1
+    again = run("train.py", re.search(r"replay=\S+", outcome.err).group(), "device=cpu").ok()
+    assert "the batch of step 22 by " in again.out and "step-00000024.pt, flash2 attention" in again.out
 
 
 def replayed(outcome) -> dict:
@@ -157,7 +162,7 @@ def test_spike_is_recorded_and_its_batch_replayed_to_the_bit(workplace, monkeypa
     assert by_others["loss"] != result["loss"] and by_others["checkpoint"].endswith("20.pt")
     shutil.rmtree("run/checkpoints")
     refused = run("train.py", file, "device=cpu")
-    assert refused.code == 2 and "are gone; give checkpoint=" in refused.err
+    assert refused.code == 2 and "names no checkpoint that exists" in refused.err
 
 
 def test_two_runs_do_not_write_into_one_folder(workplace):
@@ -239,16 +244,38 @@ sys.exit(os.waitpid(pid, 0)[1])
 
 @pytest.mark.parametrize("times", [4, pytest.param(20, marks=pytest.mark.slow)])
 def test_run_killed_again_and_again_ends_as_if_it_had_not_been(workplace, times):
-    settings = ("train.max_steps=80", "checkpoint.interval=1", "model.dropout=0.2")
+    last = 4 * times
+    settings = (f"train.max_steps={last}", "checkpoint.interval=1", "model.dropout=0.2")
     train("whole", *settings).ok()
     killed = (*settings, "hydra.run.dir=killed", "checkpoint.dir=killed/checkpoints", "checkpoint.resume=auto")
     process = start("-c", KILLER, str(times), *TINY, *killed)
     out, err = process.communicate(timeout=280)
     assert process.returncode == 0 and "Traceback" not in err, err
     assert out.count("continuing after step") >= times // 2
-    assert [step for step, *_ in curve("killed")] == list(range(1, 81))
+    assert [step for step, *_ in curve("killed")] == list(range(1, last + 1))
     assert curve("killed", *LOSSES) == curve("whole", *LOSSES)
-    ours, theirs = (load(f"{folder}/checkpoints/step-00000080.pt") for folder in ("killed", "whole"))
+    ours, theirs = (load(f"{folder}/checkpoints/step-{last:08d}.pt") for folder in ("killed", "whole"))
     torch.testing.assert_close(ours["model"], theirs["model"], rtol=0, atol=0)
     torch.testing.assert_close(ours["optimizer"], theirs["optimizer"], rtol=0, atol=0)
     assert not list(Path("killed/checkpoints").glob("*.partial"))
+
+
+@pytest.mark.slow
+def test_long_run_grows_neither_in_memory_nor_in_files_nor_in_time(workplace, monkeypatch):
+    """Samples at the end of each evaluation: resident pages, open files, and the seconds since the last."""
+    samples = []
+
+    def sample() -> None:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        samples.append((pages, len(os.listdir("/proc/self/fd")), threading.active_count(), time.monotonic()))
+
+    save = Checkpoints.save
+    monkeypatch.setattr(Checkpoints, "save", lambda *args: (sample(), save(*args))[1])
+    small = ("model=gpt2-nano", "model.n_layer=4", "model.n_head=4", "model.n_embd=128", "train.sample_tokens=8")
+    train("run", *small, "train.max_steps=2000", "train.eval_interval=50", "train.log_interval=10").ok()
+    pages, files, threads, clock = zip(*samples, strict=True)
+    assert len(samples) == 40
+    assert max(files[5:]) <= max(files[:5]) and max(threads[5:]) <= max(threads[:5])
+    assert max(pages[20:]) < 1.02 * max(pages[5:20])
+    seconds = [after - before for before, after in itertools.pairwise(clock)]
+    assert median(seconds[20:]) < 1.25 * median(seconds[5:20])

@@ -1,0 +1,145 @@
+"""Whatever a user gives, the answer is a result or one sentence: never a traceback, never a hang."""
+
+import gzip
+import hashlib
+import io
+import json
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from hydra.core.global_hydra import GlobalHydra
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from conf.cli import launch
+from conf.schema import Config
+from data.config import DataConfig
+from data.loader import TrainLoader, validation_batches
+from data.prepare import prepare
+from data.tokens import open_tokens
+from errors import UserError
+from trainer.checkpoint import SEAL, load
+
+# The same examples every time; one temporary folder serves all those of a test.
+fuzz = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), max_examples=100)
+
+
+def keys(config: type = Config, prefix: str = "") -> list[str]:
+    """Every key of the configuration, groups included."""
+    below = [(field.type, f"{prefix}{field.name}") for field in fields(config)]
+    return [key for kind, name in below for key in (name, *(keys(kind, f"{name}.") if is_dataclass(kind) else ()))]
+
+
+NASTY = [
+    "",
+    "null",
+    "nan",
+    "inf",
+    "-1",
+    "0",
+    "1e400",
+    "true",
+    "[]",
+    "{}",
+    "[",
+    "{a:1}",
+    "${x}",
+    "${data.dir}",
+    "???",
+    "'",
+]
+NASTY += ["\x00", "a\nb", "1,2", "é", "~", "=", "a=b", "9" * 400, "../..", "range(3)", "-", "@", "\\", '"']
+VALUES = st.one_of(st.sampled_from(NASTY), st.text(max_size=8), st.integers().map(str), st.floats().map(str))
+KEYS = st.one_of(st.sampled_from(keys()), st.from_regex(r"[a-z~+]{1,3}[a-z.@/]{0,8}", fullmatch=True))
+
+
+@given(overrides=st.lists(st.tuples(KEYS, VALUES), min_size=1, max_size=3))
+@example(overrides=[("attention", "null")])  # a ValueError of Hydra's
+@example(overrides=[("optimizer.warmup_steps", "a[=\x85b")])  # a sentence of two lines
+@settings(fuzz, max_examples=15)
+def test_any_command_line_is_taken_or_refused_in_one_sentence(tmp_path, overrides):
+    arguments = [f"{key}={value}" for key, value in overrides]
+    taken, out, err = [], io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr(sys, "argv", ["train.py", f"hydra.run.dir={tmp_path / 'run'}", *arguments])
+        GlobalHydra.instance().clear()
+        try:
+            launch(taken.append, "config", short={"checkpoint": "checkpoint.load"})
+        except SystemExit as ended:
+            assert ended.code == 2
+    if not taken:
+        (sentence,) = err.getvalue().splitlines()
+        assert sentence.startswith("error: ") and len(sentence) > len("error: ") + 5
+
+
+def or_refused(function, *args, **kwargs):
+    """The result; None where it is refused in one sentence."""
+    try:
+        return function(*args, **kwargs)
+    except UserError as error:
+        assert len(str(error).splitlines()) == 1
+        return None
+
+
+META = {"tokenizer": "byte", "vocab_size": 257, "source": {}, "counts": {"train": {"tokens": 3}, "val": {"tokens": 2}}}
+METAS = st.one_of(
+    st.none(),
+    st.binary(max_size=30),
+    st.recursive(
+        st.none() | st.integers() | st.text(max_size=4),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    ).map(lambda value: json.dumps(value).encode()),
+    st.dictionaries(
+        st.sampled_from(list(META)), st.one_of(st.none(), st.text(max_size=3), st.just({}), st.integers())
+    ).map(lambda change: json.dumps(META | change).encode()),
+)
+
+
+@given(train=st.binary(max_size=80), val=st.binary(max_size=40), meta=METAS, context=st.integers(1, 9))
+@fuzz
+def test_any_token_files_are_read_or_refused_in_one_sentence(tmp_path, train, val, meta, context):
+    for name, content in (("train.bin", train), ("val.bin", val), ("meta.json", meta)):
+        (tmp_path / name).unlink(missing_ok=True)
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
+    tokens = or_refused(open_tokens, DataConfig("tokens", str(tmp_path), "byte"))
+    if tokens is None:
+        return
+    sizes = {"batch_size": 2, "context_length": context, "device": torch.device("cpu"), "vocab_size": 257, "name": "x"}
+    if loader := or_refused(TrainLoader, tokens.train, seed=1, **sizes):
+        with loader:
+            assert (batch := or_refused(loader.next_batch)) is None or batch[0].shape == (2, context)
+    or_refused(lambda: list(validation_batches(tokens.val, max_tokens=50, **sizes)))
+
+
+@given(content=st.binary(max_size=200), sealed=st.booleans())
+@fuzz
+def test_any_file_is_refused_as_a_checkpoint_in_one_sentence(tmp_path, content, sealed):
+    path = tmp_path / "step-00000001.pt"
+    path.write_bytes(content + SEAL + hashlib.sha256(content).digest() if sealed else content)
+    assert or_refused(load, tmp_path) is None
+
+
+LINES = st.lists(st.one_of(st.text(max_size=9).map(lambda text: json.dumps({"text": text})), st.text(max_size=9)))
+CORPORA = st.one_of(st.binary(max_size=60), LINES.map(lambda lines: "\n".join(lines).encode(errors="replace")))
+
+
+@given(
+    content=CORPORA,
+    kind=st.sampled_from(["txt", "jsonl", "parquet", "txt.gz", "jsonl.zst", "jsonl.gz"]),
+    pack=st.booleans(),
+)
+@fuzz
+def test_any_corpus_is_prepared_or_refused_in_one_sentence(tmp_path_factory, content, kind, pack):
+    folder: Path = tmp_path_factory.mktemp("corpus")
+    (folder / f"a.{kind}").write_bytes(gzip.compress(content) if pack and kind.endswith("gz") else content)
+    (folder / f"b.{kind}").write_bytes(content)
+    config = DataConfig(
+        "text", str(folder / "tokens"), "byte", source=str(folder / f"*.{kind}"), val_fraction=0.5, workers=1
+    )
+    or_refused(prepare, config, log=lambda _: None)
+    assert or_refused(open_tokens, config) is None or (folder / "tokens" / "meta.json").exists()
