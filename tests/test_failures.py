@@ -242,14 +242,14 @@ sys.exit(os.waitpid(pid, 0)[1])
 """
 
 
-@pytest.mark.parametrize("times", [4, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [4, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
 def test_run_killed_again_and_again_ends_as_if_it_had_not_been(workplace, times):
     last = 4 * times
     settings = (f"train.max_steps={last}", "checkpoint.interval=1", "model.dropout=0.2")
     train("whole", *settings).ok()
     killed = (*settings, "hydra.run.dir=killed", "checkpoint.dir=killed/checkpoints", "checkpoint.resume=auto")
     process = start("-c", KILLER, str(times), *TINY, *killed)
-    out, err = process.communicate(timeout=280)
+    out, err = process.communicate(timeout=1000)
     assert process.returncode == 0 and "Traceback" not in err, err
     assert out.count("continuing after step") >= times // 2
     assert [step for step, *_ in curve("killed")] == list(range(1, last + 1))
@@ -261,6 +261,7 @@ def test_run_killed_again_and_again_ends_as_if_it_had_not_been(workplace, times)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_long_run_grows_neither_in_memory_nor_in_files_nor_in_time(workplace, monkeypatch):
     """Samples at the end of each evaluation: resident pages, open files, and the seconds since the last."""
     samples = []
