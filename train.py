@@ -466,11 +466,11 @@ def is_compiled(settings: TrainConfig, compute: Compute) -> bool:
 
 def compile_model(model: GPT2, settings: TrainConfig, compute: Compute) -> nn.Module:
     """The model as the loop calls it, compiled if it is to be."""
+    if not is_compiled(settings, compute):
+        return model
     # ddp's gradients travel while others are computed because torch cuts the compiled model at their buckets, which it
     # cannot inside of an activation checkpoint.
     torch._dynamo.config.optimize_ddp = not settings.activation_checkpointing
-    if not is_compiled(settings, compute):
-        return model
     if not compute.world.is_sharded:
         return torch.compile(model, fullgraph=True)
     for block in model.h:  # each by itself, as FSDP gathers its weights between them
