@@ -1,11 +1,12 @@
-"""How processes share a model: DistributedDataParallel around the whole of it, or its weights split by FSDP2."""
+"""How processes share a model: DistributedDataParallel around the whole of it, or its weights split by FSDP2.
+
+FSDP2 and its tensors are imported where they are used: that takes two seconds, which a process alone does not spend.
+"""
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
@@ -29,6 +30,8 @@ def shard(model: GPT2, compute: Compute, reshard_after_forward: bool) -> GPT2:
         return model
     if compute.dtype == torch.float16:
         raise UserError(f"precision=fp16 does not go with parallel={compute.world.parallel}; set precision=bf16")
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
     options = {"mesh": _mesh(compute), "mp_policy": MixedPrecisionPolicy(compute.dtype, torch.float32)}
     for block in model.h:
         fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
@@ -53,16 +56,24 @@ def synchronise_gradients(model: nn.Module, wanted: bool) -> None:
     """Whether the next backward pass exchanges gradients; those of the passes without add up in each process."""
     if isinstance(model, DistributedDataParallel):
         model.require_backward_grad_sync = wanted  # what its no_sync sets, which would indent the pass
-    elif isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(wanted)
+    elif dist.is_initialized():
+        from torch.distributed.fsdp import FSDPModule
+
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(wanted)
 
 
 def whole(state: State) -> State:
     """The state with tensors that are split put together, on the CPU of the first process; all must take part."""
+    if not dist.is_initialized():
+        return state
+    from torch.distributed.tensor import DTensor
+
     return tree_map(lambda x: _gather(x) if isinstance(x, DTensor) else x, state)
 
 
-def _gather(x: DTensor) -> Tensor | None:
+def _gather(x) -> Tensor | None:
+    """A DTensor put together, on the first process."""
     full = x.full_tensor()
     return full.cpu() if dist.get_rank() == 0 else None
 
@@ -84,6 +95,10 @@ def split_moments(optimizer: torch.optim.Optimizer, state: State) -> State:
 
 
 def _split_like(x: Tensor, parameter: Tensor) -> Tensor:
+    if not dist.is_initialized():
+        return x
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
     if not isinstance(parameter, DTensor):
         return x
     mesh, placements = parameter.device_mesh, parameter.placements
