@@ -25,7 +25,7 @@ from errors import UserError
 from trainer.checkpoint import SEAL, load
 
 # The same examples every time; one temporary folder serves all those of a test.
-fuzz = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), max_examples=100)
+fuzz = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), max_examples=50)
 
 
 def keys(config: type = Config, prefix: str = "") -> list[str]:
