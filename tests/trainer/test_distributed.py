@@ -18,6 +18,7 @@ from trainer.parallel import shard
 from trainer.precision import Compute
 
 pytest_plugins = ["tests.e2e"]
+pytestmark = pytest.mark.xdist_group("several processes")  # its runs are launched once
 
 # 16 sequences a step, in micro-steps of 2; 13 windows of validation, which divide among no number of processes.
 GLOBAL = "train.batch_size=2 train.grad_accumulation=8 train.eval_tokens=416 train.eval_interval=3 train.max_steps=6"
