@@ -8,7 +8,8 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import product
 
 import torch
 
@@ -19,6 +20,8 @@ from bench.paper.variants import attend
 from bench.variants import bind, draw
 
 METRICS = "dram__bytes_read.sum", "dram__bytes_write.sum"
+MARK = "spin_kernel"  # torch.cuda._sleep's, which moves nothing
+Bytes = dict[tuple[str, str], tuple[int, int]]
 SETTINGS = ["--csv", "--profile-from-start=off", "--print-units=base", "--cache-control=none", "--clock-control=none"]
 
 
@@ -26,55 +29,68 @@ class NotMeasured(Exception):
     """Why the counters could not be read."""
 
 
-def hbm_bytes(variant: str, shape: dict, pass_: str, seconds: int) -> tuple[int, int]:
-    """Bytes read and written by one call of an attention.
+def hbm_bytes(shape: dict, variants: Sequence[str], passes: Sequence[str], seconds: int) -> Bytes:
+    """Bytes read and written by one call of each attention and pass, by (variant, pass).
 
     Raises:
-        NotMeasured: ncu is not there, or may not read the counters, or the call failed.
+        NotMeasured: ncu is not there, or may not read the counters, or a call failed.
     """
     if not shutil.which("ncu"):
         raise NotMeasured("ncu not found")
-    profiled = [sys.executable, "-m", "bench.paper.counters", json.dumps([variant, shape, pass_])]
+    calls = list(product(variants, passes))
+    profiled = [sys.executable, "-m", "bench.paper.counters", json.dumps([shape, calls])]
     command = ["ncu", *SETTINGS, "--metrics", ",".join(METRICS), *profiled]
     try:
         ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired:
         raise NotMeasured(f"ncu took more than {seconds} s") from None
-    return totals(ended.stdout)
+    if ended.returncode:
+        raise NotMeasured(reason(ended.stdout + ended.stderr))
+    return dict(zip(calls, totals(ended.stdout), strict=True))
 
 
-def totals(output: str) -> tuple[int, int]:
-    """The sums of both metrics over all kernels of what ncu printed.
+def totals(output: str) -> list[tuple[int, int]]:
+    """The sums of both metrics over all kernels of each call, of what ncu printed; MARK comes before each call.
 
     Raises:
         NotMeasured: it holds none.
     """
     lines = output.splitlines()
     if not any(line.startswith('"ID"') for line in lines):
-        error = next((line for line in lines if "==ERROR==" in line), "ncu saw no kernel")
-        raise NotMeasured(error.replace("==ERROR==", "").strip())
-    rows = list(csv.DictReader(line for line in lines if line.startswith('"')))
-    read, written = (
-        sum(int(float(row["Metric Value"].replace(",", ""))) for row in rows if row["Metric Name"] == metric)
-        for metric in METRICS
-    )
-    return read, written
+        raise NotMeasured(reason(output))
+    calls: list[dict[str, int]] = []
+    for row in csv.DictReader(line for line in lines if line.startswith('"')):
+        metric = row["Metric Name"]
+        if MARK not in row["Kernel Name"]:
+            calls[-1][metric] += int(float(row["Metric Value"].replace(",", "")))
+        elif metric == METRICS[0]:
+            calls.append(dict.fromkeys(METRICS, 0))
+    return [(call[METRICS[0]], call[METRICS[1]]) for call in calls]
+
+
+def reason(output: str) -> str:
+    """Why ncu measured nothing, as it says."""
+    error = next((line for line in output.splitlines() if "==ERROR==" in line), "ncu saw no kernel")
+    return error.replace("==ERROR==", "").strip()
 
 
 def profile(call: Callable[[], object]) -> None:
-    """Runs a warm call while the counters are on."""
+    """Runs a warm call while the counters are on, after the mark."""
     call()
     torch.cuda.synchronize()
     torch.cuda.profiler.start()
+    torch.cuda._sleep(1)
     call()
     torch.cuda.synchronize()
     torch.cuda.profiler.stop()
 
 
 def main() -> None:
-    variant, sizes, pass_ = json.loads(sys.argv[1])
+    sizes, calls = json.loads(sys.argv[1])
     shape = Cell(**sizes)
-    profile(bind(variant, attend(variant, PaperConfig()), shape, draw(shape, "cuda")).call(pass_))
+    data = draw(shape, "cuda")
+    for variant, pass_ in calls:
+        profile(bind(variant, attend(variant, PaperConfig()), shape, data).call(pass_))
 
 
 if __name__ == "__main__":

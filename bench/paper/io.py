@@ -8,7 +8,7 @@ that the counters may say less. Without a mask, and without dropout.
 Everything is of one head: n tokens, d its size; 2 bytes an element, 4 a statistic or what is kept in fp32.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from math import ceil
 
@@ -125,33 +125,38 @@ def moves(variant: str, n: int, d: int, arch: str) -> Bytes | None:
 
 
 def cells(config: PaperConfig) -> list[dict]:
-    """An attention at all shapes."""
-    return [{"variant": name} for name in VARIANTS]
+    """A shape."""
+    return [dict(zip(("batch", "heads", "seq_len"), shape, strict=True)) for shape in SIZES[config.size]]
 
 
 def measure(cell: dict, gpu: Gpu, config: PaperConfig) -> Iterator[dict]:
-    """A row for each shape and pass: time, after a check against fp64, and the three counts of bytes."""
-    variant, on_gpu = cell["variant"], gpu.device == "cuda"
+    """A row for each attention and pass: time, in turn and after a check against fp64, and the counts of bytes."""
+    on_gpu, n, rows = gpu.device == "cuda", cell["seq_len"], cell["batch"] * cell["heads"]
     arch = "sm_{}{}".format(*torch.cuda.get_device_capability()) if on_gpu else "sm_90"
     m = torch.cuda.get_device_properties().shared_memory_per_multiprocessor if on_gpu else TYPICAL_M
-    for batch, heads, n in SIZES[config.size]:
-        shape = Cell("io", batch, n, heads, HEAD_DIM, causal=False)
-        paper = standard(n, HEAD_DIM) if variant in ("naive", "fused_softmax") else flash(n, HEAD_DIM, m)
-        counted = moves(variant, n, HEAD_DIM, arch)
-        for row in measure_attention(shape, {variant: attend(variant, config)}, gpu, ROUNDS[config.size]):
-            if row["pass"] in PASSES:
-                row |= {"paper_bytes": batch * heads * paper[row["pass"]], "sram_bytes": m}
-                row |= {"counted_bytes": batch * heads * counted[row["pass"]] if counted else None}
-                yield row | counters(variant, shape, row["pass"], config)
+    shape = Cell("io", **cell, head_dim=HEAD_DIM, causal=False)
+    counted_by_gpu = counters(shape, config)
+    for row in measure_attention(shape, {name: attend(name, config) for name in VARIANTS}, gpu, ROUNDS[config.size]):
+        variant, pass_ = row["variant"], row["pass"]
+        if pass_ in PASSES:
+            paper = standard(n, HEAD_DIM) if variant in ("naive", "fused_softmax") else flash(n, HEAD_DIM, m)
+            counted = moves(variant, n, HEAD_DIM, arch)
+            counts = {"paper_bytes": rows * paper[pass_], "counted_bytes": rows * counted[pass_] if counted else None}
+            yield row | counts | {"sram_bytes": m} | counted_by_gpu(variant, pass_)
 
 
-def counters(variant: str, shape: Cell, pass_: str, config: PaperConfig) -> dict:
-    """What the counters say, or why they say nothing."""
+def counters(shape: Cell, config: PaperConfig) -> Callable[[str, str], dict]:
+    """What the counters say of an attention and a pass, or why they say nothing."""
     try:
-        read, written = hbm_bytes(variant, asdict(shape), pass_, config.timeout_s // 4)
-    except NotMeasured as reason:
-        return {"read_bytes": None, "written_bytes": None, "not_measured": str(reason)}
-    return {"read_bytes": read, "written_bytes": written, "not_measured": None}
+        measured, reason = hbm_bytes(asdict(shape), VARIANTS, PASSES, config.timeout_s // 2), None
+    except NotMeasured as error:
+        measured, reason = {}, str(error)
+
+    def of(variant: str, pass_: str) -> dict:
+        read, written = measured.get((variant, pass_), (None, None))
+        return {"read_bytes": read, "written_bytes": written, "not_measured": reason}
+
+    return of
 
 
 def markdown(rows: list[dict]) -> str:

@@ -18,22 +18,22 @@ TITLE = "FlashAttention-2's figures 4 to 7: attention alone"
 VARIANTS = "naive", "fused_softmax", "flash1", "sdpa_flash", "flash2"
 HEAD_DIMS, MASKS = (64, 128), (False, True)
 SMOKE_LENGTHS = 32, 64
-ROUNDS = {"full": 20, "smoke": 1}
+ROUNDS = {"full": 10, "smoke": 1}
 
 
 def cells(config: PaperConfig) -> list[dict]:
-    """A curve of a figure: an attention, a head size and a mask, at all lengths."""
-    variants = [*VARIANTS, *(["fa3"] if "fa3" in known(config) else [])]
+    """A panel of a figure: a head size and a mask, at all lengths."""
     panels = itertools.product(HEAD_DIMS, MASKS) if config.size == "full" else [(64, True)]
-    return [{"variant": name, "head_dim": d, "causal": causal} for d, causal in panels for name in variants]
+    return [{"head_dim": head_dim, "causal": causal} for head_dim, causal in panels]
 
 
 def measure(cell: dict, gpu: Gpu, config: PaperConfig) -> Iterator[dict]:
-    """A row for each length and pass, after a check against fp64."""
+    """A row for each length, attention and pass: all in turn, after a check against fp64."""
     shapes = paper_cells(cell["head_dim"], cell["causal"])
     if config.size == "smoke":
         shapes = [replace(shapes[0], batch=1, seq_len=length, heads=2, kv_heads=2) for length in SMOKE_LENGTHS]
-    variants = {cell["variant"]: attend(cell["variant"], config)}
+    names = [*VARIANTS, *(["fa3"] if "fa3" in known(config) else [])]
+    variants = {name: attend(name, config) for name in names}
     for shape in shapes:
         yield from measure_attention(shape, variants, gpu, ROUNDS[config.size])
 
@@ -41,7 +41,7 @@ def measure(cell: dict, gpu: Gpu, config: PaperConfig) -> Iterator[dict]:
 def markdown(rows: list[dict]) -> str:
     """TFLOP/s of forward / backward / both, a line for each shape."""
     timed = [row for row in rows if "seq_len" in row]
-    variants = [name for name in LOOKS if any(row["variant"] == name for row in rows)]
+    variants = [name for name in LOOKS if any(row["variant"] == name for row in timed)]
     texts: dict[tuple, dict] = {}
     for row in timed:
         shape = row["head_dim"], row["causal"], row["seq_len"], row["batch"], row["heads"]

@@ -38,14 +38,14 @@ ROUNDS = {"full": 10, "smoke": 1}
 
 
 def cells(config: PaperConfig) -> list[dict]:
-    """A curve: an attention, and what grows."""
-    return [{"variant": name, "grows": axis} for axis in AXES for name in VARIANTS]
+    """A panel: what grows."""
+    return [{"grows": axis} for axis in AXES]
 
 
 def measure(cell: dict, gpu: Gpu, config: PaperConfig) -> Iterator[dict]:
-    """A row for each value and pass, after a check against fp64."""
+    """A row for each value, attention and pass: both in turn, after a check against fp64."""
     fixed, values = SIZES[config.size][cell["grows"]]
-    variants = {cell["variant"]: attend(cell["variant"], config)}
+    variants = {name: attend(name, config) for name in VARIANTS}
     for value in values:
         shape = Cell("scaling", **fixed, **{cell["grows"]: value}, head_dim=HEAD_DIM)
         yield from measure_attention(shape, variants, gpu, ROUNDS[config.size])

@@ -86,7 +86,7 @@ def test_the_full_tables_have_the_cells_that_the_papers_name():
     assert shapes == set(gpt3.PAPER) and len(gpt3.cells(FULL)) == 4 * 5
     contexts = [(c["attention"], c["context_length"], c["batch_size"]) for c in gpt2_context.cells(FULL)]
     assert contexts == [("fused_softmax", 1024, 32), ("flash2", 1024, 32), ("flash2", 2048, 16), ("flash2", 4096, 8)]
-    assert len(kernels.cells(FULL)) == 5 * 4
+    assert len(kernels.cells(FULL)) == 4 and len(io.cells(FULL)) == 2
     every = [cell for table in (gpt2, gpt3, kernels, memory, io, blocks, scaling) for cell in table.cells(FULL)]
     assert json.loads(json.dumps(every)) == every
 
@@ -171,36 +171,48 @@ NCU = """==PROF== Connected to process 7 (/usr/bin/python3)
 what the process prints
 ==PROF== Disconnected from process 7
 "ID","Kernel Name","Metric Name","Metric Unit","Metric Value"
-"0","forward_kernel","dram__bytes_read.sum","byte","1,000"
-"0","forward_kernel","dram__bytes_write.sum","byte","20"
-"1","delta_kernel","dram__bytes_read.sum","byte","300"
-"1","delta_kernel","dram__bytes_write.sum","byte","4"
+"0","at::cuda::spin_kernel(long)","dram__bytes_read.sum","byte","64"
+"0","at::cuda::spin_kernel(long)","dram__bytes_write.sum","byte","32"
+"1","forward_kernel","dram__bytes_read.sum","byte","1,000"
+"1","forward_kernel","dram__bytes_write.sum","byte","20"
+"2","at::cuda::spin_kernel(long)","dram__bytes_read.sum","byte","64"
+"2","at::cuda::spin_kernel(long)","dram__bytes_write.sum","byte","32"
+"3","delta_kernel","dram__bytes_read.sum","byte","300"
+"3","delta_kernel","dram__bytes_write.sum","byte","4"
+"4","dkdv_kernel","dram__bytes_read.sum","byte","5"
+"4","dkdv_kernel","dram__bytes_write.sum","byte","1"
 """
 
 
-def test_the_counters_of_all_kernels_are_added():
-    assert counters.totals(NCU) == (1300, 24)
+def ncu(monkeypatch, output, status=0):
+    monkeypatch.setattr(counters.shutil, "which", lambda name: "/usr/bin/ncu")
+    ended = subprocess.CompletedProcess([], status, output, "")
+    monkeypatch.setattr(counters.subprocess, "run", lambda command, **_: ended)
+
+
+def test_the_counters_of_all_kernels_of_a_call_are_added(monkeypatch):
+    ncu(monkeypatch, NCU)
+    found = counters.hbm_bytes({}, ["flash2"], ["forward", "backward"], 1)
+    assert found == {("flash2", "forward"): (1000, 20), ("flash2", "backward"): (305, 5)}
 
 
 @pytest.mark.parametrize(
-    ("output", "reason"),
+    ("output", "status", "reason"),
     [
-        ("==ERROR== ERR_NVGPUCTRPERM - The user does not have permission\n", "ERR_NVGPUCTRPERM - The user"),
-        ("==WARNING== No kernels were profiled.\n", "ncu saw no kernel"),
+        ("==ERROR== ERR_NVGPUCTRPERM - The user does not have permission\n", 1, "ERR_NVGPUCTRPERM - The user"),
+        ("==WARNING== No kernels were profiled.\n", 0, "ncu saw no kernel"),
+        (NCU + "==ERROR== The application returned an error code (1).\n", 1, "The application returned an error"),
     ],
 )
-def test_counters_that_cannot_be_read_say_why(output, reason, monkeypatch):
-    monkeypatch.setattr(counters.shutil, "which", lambda name: "/usr/bin/ncu")
-    monkeypatch.setattr(
-        counters.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1, output, "")
-    )
+def test_counters_that_cannot_be_read_say_why(output, status, reason, monkeypatch):
+    ncu(monkeypatch, output, status)
     with pytest.raises(counters.NotMeasured, match=reason):
-        counters.hbm_bytes("flash2", {}, "forward", 1)
+        counters.hbm_bytes({}, ["flash2"], ["forward"], 1)
 
 
 def test_without_ncu_the_table_says_so(monkeypatch):
     monkeypatch.setattr(counters.shutil, "which", lambda name: None)
-    found = io.counters("flash2", TINY, "forward", FULL)
+    found = io.counters(TINY, FULL)("flash2", "forward")
     assert found == {"read_bytes": None, "written_bytes": None, "not_measured": "ncu not found"}
     row = {"paper_bytes": 2_000_000_000, "counted_bytes": None, "sram_bytes": 233_472, "ms": 1.5, "status": "ok"}
     made = io.markdown([empty_row(TINY, "sdpa_flash", "forward") | row | found])
