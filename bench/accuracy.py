@@ -3,7 +3,7 @@
 `error` is the largest, over out, dq, dk and dv, of |x - exact| / |exact| in the Frobenius norm. The variant runs on the
 whole input, all of which must come out finite; compared are some (sequence, head) pairs, evenly spread: 64 where T is
 512, 2 where it is 16k or more. `exact` is fp64, computed for 1024 queries at a time so that 64k fits. Where a backward
-pass runs out of memory, out alone is compared. Beyond three times the error of torch's math attention in the same dtype
+pass runs out of memory, out alone is compared. Beyond four times the error of torch's math attention in the same dtype
 a variant is wrong, and gets no timing.
 
 B batch, T sequence length, H query heads, G key/value heads, D head size.
@@ -22,7 +22,7 @@ from kernels.standard import standard_attention, visible
 from model.attention import Attention
 
 NAMES = "out", "dq", "dk", "dv"
-FACTOR = 3  # times the error of torch's math attention, beyond which a variant is wrong
+FACTOR = 4  # times the error of torch's math attention, beyond which a variant is wrong
 CHUNK = 1024  # queries of the reference at a time
 
 
