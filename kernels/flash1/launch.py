@@ -25,7 +25,7 @@ def tiles_for(head_dim: int, dtype: torch.dtype) -> Tiles:
         return Tiles(*[Tile(32, 32, 8, 1)] * 2)
     if head_dim <= 64:
         return Tiles(Tile(128, 128, 8, 2), Tile(128, 128, 8, 1))
-    return Tiles(Tile(128, 128, 8, 2), Tile(32, 64, 4, 1))
+    return Tiles(Tile(128, 128, 8, 2), Tile(32, 128, 8, 1))
 
 
 def constants(tile: Tile, head_dim: int, causal: bool, documents: bool, dropout: bool, interpreted: bool) -> tuple:
