@@ -104,10 +104,13 @@ def pictures(rows: list[dict], where: str) -> dict[str, Figure]:
     figure = Figure(figsize=(4.5 * len(models), 3.6), layout="constrained")
     grid = figure.subplots(1, max(len(models), 1), squeeze=False)[0]
     for axes, (model, context) in zip(grid, models, strict=True):
-        base = speed_of(speeds.get((model, context, "huggingface")))
-        ratios = [(speed_of(speeds.get((model, context, name))) or 0) / base if base else 0 for name in NAMES]
+        shown = [speeds.get((model, context, name)) for name in NAMES]
+        base = speed_of(shown[0])
+        ratios = [(speed_of(row) or 0) / base if base else 0 for row in shown]
+        both = zip(ratios, shown, strict=True)
+        texts = [at_least(ratio) if ratio else figure_of(row, "tokens_per_second") for ratio, row in both]
         bars = axes.bar(range(len(NAMES)), ratios, color="#d62728", label=where)
-        axes.bar_label(bars, map(at_least, ratios), padding=2)
+        axes.bar_label(bars, texts, padding=2)
         theirs = [(i, PAPER[model, name][3]) for i, name in enumerate(NAMES) if (model, name) in PAPER]
         if theirs:
             axes.plot(*zip(*theirs, strict=True), "D", color="black", label="FlashAttention's table 2, 8 A100")

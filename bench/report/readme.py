@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 
 import matplotlib
@@ -13,6 +14,7 @@ from errors import UserError
 matplotlib.use("svg")  # draws without a screen
 matplotlib.rcParams["svg.hashsalt"] = "gpt2-flash"  # the same picture from the same numbers
 README = ROOT / "README.md"
+PAPER = "gpt2", "gpt2_context", "io", "memory"  # tables of bench.paper
 RESULTS = ROOT / "bench" / "results"
 COLOURS = {"naive": "#888888", "sdpa": "#1f77b4", "flash2": "#d62728"}
 
@@ -125,6 +127,11 @@ def training_table(results: Path) -> str:
     return "\n".join(lines)
 
 
+def paper_table(results: Path, name: str) -> str:
+    """A table of bench.paper, as that wrote it, without its headline."""
+    return (results / "h200" / f"paper-{name}.md").read_text().partition("\n\n")[2].strip()
+
+
 def fill(text: str, results: Path = RESULTS) -> str:
     """The README with every generated part made anew."""
     made = {
@@ -132,7 +139,7 @@ def fill(text: str, results: Path = RESULTS) -> str:
         "attention": attention_table,
         "documents": documents_table,
         "training": training_table,
-    }
+    } | {f"paper-{name}": partial(paper_table, name=name) for name in PAPER}
     for name, make in made.items():
         start, end = f"<!-- {name} -->\n", f"\n<!-- /{name} -->"
         before, _, rest = text.partition(start)

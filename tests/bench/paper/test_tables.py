@@ -5,6 +5,7 @@ import json
 import pytest
 
 from bench.paper import runner
+from bench.report.readme import RESULTS
 from tests.bench.paper import in_process
 from tests.bench.paper.in_process import tiny_models  # noqa: F401, a fixture
 from tests.e2e import run
@@ -37,3 +38,10 @@ def test_the_smoke_size_gives_rows_markdown_and_pictures(name, tmp_path, monkeyp
     names = [f"paper-{name}{ending}" for ending in PICTURES.get(name, [""])]
     assert list(drawn) == [f"{stem}.{suffix}" for stem in names for suffix in ("png", "svg")]
     assert all(any(axes.has_data() for axes in figure.axes) for figure in drawn.values())
+
+
+@pytest.mark.parametrize("file", sorted(RESULTS.glob("*/paper-*.json")), ids=lambda file: file.stem)
+def test_the_markdown_that_is_kept_is_that_of_the_results_beside_it(file):
+    """The README's tables are made from it."""
+    made = runner.page(file.stem.removeprefix("paper-"), json.loads(file.read_text()))
+    assert file.with_suffix(".md").read_text() == made
