@@ -471,6 +471,9 @@ def compile_model(model: GPT2, settings: TrainConfig, compute: Compute) -> nn.Mo
     # ddp's gradients travel while others are computed because torch cuts the compiled model at their buckets, which it
     # cannot inside of an activation checkpoint.
     torch._dynamo.config.optimize_ddp = not settings.activation_checkpointing
+    # What autograd.Functions trace to is part of the graph by which torch keeps what it compiled, so that a second
+    # start may take it from the disk; torch refrains where one of them could do what it does not see.
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     if not compute.world.is_sharded:
         return torch.compile(model, fullgraph=True)
     for block in model.h:  # each by itself, as FSDP gathers its weights between them

@@ -14,13 +14,16 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from conf.schema import Config
+import train as train_module
+from conf.schema import Config, TrainConfig
 from data import loader, tokenizers
 from errors import UserError
-from model.gpt2 import GPT2
+from model.attention import AttentionConfig, build_attention
+from model.gpt2 import GPT2, ModelConfig
 from tests.e2e import ROOT, TINY, at_call, curve, load, rows, run, start, train
 from trainer.checkpoint import Checkpoints, find
 from trainer.meters import ThroughputMeter
+from trainer.precision import Compute
 
 pytest_plugins = ["tests.e2e"]
 
@@ -100,6 +103,24 @@ def test_run_killed_on_the_gpu_continues_bit_for_bit_in_deterministic_mode(workp
         _, err = process.communicate(timeout=200)
         assert process.returncode == 0, err
     assert_same_run("killed", "whole")
+
+
+@pytest.mark.gpu
+def test_what_was_compiled_is_taken_from_the_disk_at_the_next_start(tmp_path, monkeypatch):
+    """torch kept nothing of a graph with an autograd.Function in it: a warm start traced it all anew."""
+    from torch._dynamo.utils import counters  # takes seconds to import
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    counters.clear()
+    shape = ModelConfig(n_layer=2, n_head=2, n_embd=64, context_length=64, vocab_size=64)
+    ids = torch.zeros(2, 64, dtype=torch.long, device="cuda")
+    for _ in ("cold", "warm"):
+        torch._dynamo.reset()
+        model = GPT2(shape, build_attention(AttentionConfig("flash2"))).cuda()
+        compute = Compute(ids.device, torch.bfloat16)
+        with compute.autocast():
+            train_module.compile_model(model, TrainConfig(), compute)(ids, ids).backward()
+    assert counters["aot_autograd"]["autograd_cache_hit"] == counters["aot_autograd"]["autograd_cache_miss"] == 1
 
 
 @pytest.mark.parametrize("attention", ["naive", "sdpa"])
