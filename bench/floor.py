@@ -1,62 +1,110 @@
-"""The least a training step can take: the model's matrix products through cuBLAS and the fastest attention, each alone.
+"""The least a training step can take: the model's matrix products through cuBLAS, and the fastest attention.
 
-Forward, gradient by input and gradient by weight, in bf16, sampled as bench.timing samples kernels: back to back, with
-the launches hidden. No normalisation, activation, loss, optimizer or memory traffic between them is counted.
+Forward, gradient by input and gradient by weight, in bf16; no normalisation, activation, loss, optimizer or memory
+traffic between them. Either is a job that takes its part of a step and is timed in turn with the trainers, in samples
+as long as theirs: a GPU that has computed for half a second runs at other clocks than one that has for a millisecond.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from bench.cells import Cell as AttentionCell
+from bench.steps import Contender, complete, empty_row, steps_of
 from bench.timing import Gpu, sampler_of
-from bench.trainers import DTYPE, PADDED, Cell
+from bench.trainers import DTYPE, PADDED, Cell, Trainer
 from bench.variants import bind, draw
 from model.attention import Attention
 
-SAMPLES = 7
+
+@dataclass
+class Work:
+    """A part of a step, on tensors that it holds only while it is its turn."""
+
+    build: Callable[[], Callable[[], object]]
+    call: Callable[[], object] | None = None
+
+    def resume(self) -> None:
+        self.call = self.build()
+
+    def step(self, batch: int) -> None:
+        self.call()
+
+    def park(self) -> None:
+        self.call = None
 
 
-def milliseconds(call: Callable[[], object], gpu: Gpu) -> float:
-    """Median time of one call."""
-    call()
-    sampler, _ = sampler_of(call, gpu)
-    return sorted(sampler.sample(gpu) for _ in range(SAMPLES))[SAMPLES // 2]
+def products(cell: Cell, batch: int, device: str) -> Callable[[], None]:
+    """The matrix products of a step, in the order of a step; every layer's on the same tensors."""
+    shape, tokens = cell.shape(), batch * cell.context_length
+    width = shape.n_embd
+    sizes = [(width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)]
+
+    def operands(k: int, n: int) -> list[torch.Tensor]:
+        return [torch.randn(*size, device=device, dtype=DTYPE) for size in ((tokens, k), (n, k), (tokens, n))]
+
+    layers = [operands(k, n) for k, n in sizes] * shape.n_layer
+    layers.append(operands(width, PADDED))
+
+    def call() -> None:
+        for x, weight, _ in layers:
+            torch.mm(x, weight.T)
+        for x, weight, dout in reversed(layers):
+            torch.mm(dout, weight)
+            torch.mm(dout.T, x)
+
+    return call
 
 
-def matmul_ms(tokens: int, k: int, n: int, gpu: Gpu) -> float:
-    """The three products of a linear layer from k to n columns."""
-    x, weight, dout = (
-        torch.randn(*size, device=gpu.device, dtype=DTYPE) for size in ((tokens, k), (n, k), (tokens, n))
-    )
-    calls = lambda: x @ weight.T, lambda: dout @ weight, lambda: dout.T @ x
-    return sum(milliseconds(call, gpu) for call in calls)
-
-
-def attention_ms(cell: Cell, batch: int, variants: dict[str, Attention], gpu: Gpu) -> dict[str, float]:
-    """Forward and backward of each variant at the model's shape, q, k and v as views of the packed projection."""
+def attention_cell(cell: Cell, batch: int) -> AttentionCell:
+    """The model's attention, q, k and v as views of the packed projection."""
     shape = cell.shape()
     sizes = {"batch": batch, "seq_len": cell.context_length, "heads": shape.n_head, "head_dim": shape.head_dim}
-    attention = AttentionCell(cell.name, **sizes, packed=True)
-    data, times = draw(attention, gpu.device), {}
+    return AttentionCell(cell.name, **sizes, packed=True)
+
+
+def fastest(shape: AttentionCell, variants: dict[str, Attention], gpu: Gpu) -> str:
+    """The variant whose forward and backward take the least."""
+    data, times = draw(shape, gpu.device), {}
     for name, attend in variants.items():
         try:
-            times[name] = milliseconds(bind(name, attend, attention, data).call("both"), gpu)
+            call = bind(name, attend, shape, data).call("both")
+            call()
+            sampler, _ = sampler_of(call, gpu)
+            times[name] = min(sampler.sample(gpu) for _ in range(3))
         except (ValueError, RuntimeError):
             continue  # a variant that cannot do this shape is not the fastest
-    return times
+    return min(times, key=times.get)
 
 
-def floor(cell: Cell, batch: int, variants: dict[str, Attention], gpu: Gpu) -> dict[str, float | str]:
-    """Milliseconds of a step of this micro-batch: of each part, and of all; and which attention was fastest."""
-    shape, tokens = cell.shape(), batch * cell.context_length
-    layers, width = shape.n_layer, shape.n_embd
-    sizes = {"qkv": (width, 3 * width), "proj": (width, width), "fc": (width, 4 * width), "fc2": (4 * width, width)}
-    parts = {name: layers * matmul_ms(tokens, *size, gpu) for name, size in sizes.items()}
-    parts["head"] = matmul_ms(tokens, width, PADDED, gpu)
-    gpu.release()
-    times = attention_ms(cell, batch, variants, gpu)
-    fastest = min(times, key=times.get)
-    parts["attention"] = layers * times[fastest]
-    gpu.release()
-    return {**parts, "ms": sum(parts.values()), "fastest_attention": fastest}
+def contenders(cell: Cell, batch: int, variants: dict[str, Attention], gpu: Gpu) -> dict[str, Contender]:
+    """The two parts of the floor at this micro-batch, by name, to be timed in turn with the trainers."""
+    shape = attention_cell(cell, batch)
+    name = fastest(shape, variants, gpu)
+
+    def attention() -> Callable[[], None]:
+        call = bind(name, variants[name], shape, draw(shape, gpu.device)).call("both")
+        return lambda: [call() for _ in range(cell.shape().n_layer)]
+
+    made = {}
+    for part, build in (("matmul", lambda: products(cell, batch, gpu.device)), ("attention", attention)):
+        work = Work(build)
+        work.resume()
+        work.step(batch)
+        ms = gpu.milliseconds(partial(work.step, batch), calls=1, spin_ms=0)
+        work.park()
+        complete(row := empty_row(cell, Trainer("floor", name, False), batch), cell, ms)
+        made[part] = Contender(row, work, steps_of(ms))
+        gpu.release()
+    return made
+
+
+def row_of(cell: Cell, parts: dict[str, Contender]) -> dict:
+    """The floor's row, once its parts are timed."""
+    timed = parts["matmul"].row
+    row = empty_row(cell, Trainer("floor", timed["attention"], False), timed["batch_size"])
+    row["parts_ms"] = {name: contender.row["ms"] for name, contender in parts.items()}
+    complete(row, cell, sum(row["parts_ms"].values()))
+    return row

@@ -62,7 +62,12 @@ def try_batch(row: dict, cell: Cell, job: Job, gpu: Gpu) -> int:
         return 0
     step()
     complete(row, cell, gpu.milliseconds(step, calls=1, spin_ms=0))
-    return 0 if row["ms"] > LONG_MS else min(max(round(1000 * SAMPLE_S / row["ms"]), 2), MOST_STEPS)
+    return steps_of(row["ms"])
+
+
+def steps_of(ms: float) -> int:
+    """How many steps of so many milliseconds make a sample; 0 of one that is timed once."""
+    return 0 if ms > LONG_MS else min(max(round(1000 * SAMPLE_S / ms), 2), MOST_STEPS)
 
 
 def search(cell: Cell, trainer: Trainer, build: Callable[[], Job], gpu: Gpu) -> tuple[list[dict], Contender | None]:

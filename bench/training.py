@@ -3,7 +3,7 @@
 Each trainer (bench.trainers) is tried alone at the cell's micro-batches, from the smallest until the speed falls or
 memory is out; then all of a cell, each at its best, are timed in turn, round after round, in the same process: a sample
 is a few steps without waiting in between, and before each the trainer gets the GPU to itself, the others' weights and
-moments having been given up. The floor (bench.floor) is measured in the same run. The README's table is made of this.
+moments having been given up. The floor (bench.floor) takes its turns too. The README's table is made of this.
 """
 
 import argparse
@@ -22,12 +22,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from bench import floor
 from bench.attention import output_file, positive, results_folder, write
 from bench.breakdown import breakdown
 from bench.environment import ROOT, check_same, environment
-from bench.floor import floor
-from bench.steps import alternate, complete, empty_row, search
-from bench.timing import Gpu, recorded
+from bench.steps import Contender, alternate, search
+from bench.timing import Gpu
 from bench.trainers import Cell, Job, Trainer, huggingface, load_nanogpt, nanogpt, ours
 from bench.variants import available
 from errors import UserError
@@ -63,7 +63,9 @@ def measure(cell: Cell, arguments: argparse.Namespace, gpu: Gpu) -> list[dict]:
         rows += new
         contenders += [best] if best else []
         print(f"  {trainer}: " + ", ".join(map(text_of, new)), flush=True)
-    alternate(cell, contenders, arguments.rounds, gpu)
+    best_of_ours = next((row for row in rows if row["best"] and row["trainer"] == "ours"), None)
+    parts = floor_parts(cell, best_of_ours, arguments, gpu)
+    alternate(cell, [*contenders, *parts.values()], arguments.rounds, gpu)
     for contender in contenders if arguments.breakdown else []:
         if contender.steps:
             contender.job.resume()
@@ -72,10 +74,7 @@ def measure(cell: Cell, arguments: argparse.Namespace, gpu: Gpu) -> list[dict]:
     contenders.clear()
     torch._dynamo.reset()
     gpu.release()
-    best_of_ours = next((row for row in rows if row["best"] and row["trainer"] == "ours"), None)
-    if best_of_ours and cell.context_length <= LONGEST_FLOOR and not arguments.no_floor:
-        rows.append(floor_row(cell, best_of_ours["batch_size"], arguments, gpu))
-    return rows
+    return rows + ([floor.row_of(cell, parts)] if parts else [])
 
 
 def text_of(row: dict) -> str:
@@ -86,16 +85,14 @@ def text_of(row: dict) -> str:
     return f"batch {row['batch_size']} {speed}, first step {row['first_step_s']:.1f} s"
 
 
-def floor_row(cell: Cell, batch: int, arguments: argparse.Namespace, gpu: Gpu) -> dict:
-    """The floor at this micro-batch."""
-    row = empty_row(cell, Trainer("floor", "", False), batch)
+def floor_parts(cell: Cell, ours: dict | None, arguments: argparse.Namespace, gpu: Gpu) -> dict[str, Contender]:
+    """The parts of the floor at our best micro-batch; none where there is no such, or no floor is wanted."""
+    if ours is None or arguments.no_floor or cell.context_length > LONGEST_FLOOR:
+        return {}
     library = arguments.fa3_library or os.environ.get("FA3_LIBRARY")
-    variants = {k: v for k, v in available(Path(library) if library else None).items() if k not in ("naive", "flex")}
-    with recorded([row], gpu):
-        parts = floor(cell, batch, variants, gpu)
-        complete(row, cell, parts["ms"])
-        row["attention"], row["parts_ms"] = parts.pop("fastest_attention"), parts
-    return row
+    known = available(Path(library) if library else None)
+    fused = {name: attend for name, attend in known.items() if name not in ("naive", "flex")}
+    return floor.contenders(cell, ours["batch_size"], fused, gpu)
 
 
 def builder(trainer: Trainer, arguments: argparse.Namespace) -> Callable[..., Job]:

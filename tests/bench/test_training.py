@@ -1,13 +1,16 @@
 """bench.training without a GPU: tiny models, and a stopwatch for a clock."""
 
 import json
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from bench import floor, steps, trainers, training
 from bench.breakdown import class_of, covered, summarise
+from bench.timing import Cpu
 from bench.trainers import Cell, Trainer
 from errors import UserError
 from kernels.flash2 import flash2
@@ -88,11 +91,18 @@ def test_contenders_are_timed_in_turn_each_alone(cell):
     assert jobs[0].log == jobs[1].log == ["resume", 2, "park"] * 3
 
 
-def test_the_floor_is_every_product_of_the_model_and_the_fastest_attention(cell):
-    """At 2 ms a call: three products of four layers twice, three of the head, and two calls of attention."""
-    parts = floor.floor(cell, 2, {"flash2": flash2}, Stopwatch())
-    assert parts["ms"] == 2 * 4 * 3 * 2 + 3 * 2 + 2 * 2
-    assert parts["fastest_attention"] == "flash2" and parts["head"] == 6
+def test_the_floor_is_every_product_of_the_model_and_the_fastest_attention(cell, monkeypatch):
+    """Counted in multiplications, 6 a weight and token: those of 2 layers of 12 x 32^2 weights and of the head."""
+    with FlopCounterMode(display=False) as counter:
+        floor.products(cell, 2, "cpu")()
+    assert counter.get_total_flops() == 6 * 2 * 16 * (2 * 12 * 32**2 + trainers.PADDED * 32)
+    variants = {"slow": lambda *given, **options: time.sleep(0.02) or flash2(*given, **options), "flash2": flash2}
+    parts = floor.contenders(cell, 2, variants, Cpu())
+    steps.alternate(cell, list(parts.values()), rounds=1, gpu=Stopwatch([5.0, 3.0]))
+    row = floor.row_of(cell, parts)
+    assert row["parts_ms"] == {"matmul": 5, "attention": 3} and row["ms"] == 8
+    assert (row["attention"], row["batch_size"], row["status"]) == ("flash2", 2, "ok")
+    assert all(part.job.call is None for part in parts.values())
 
 
 def test_speed_memory_and_floor_are_compared_at_the_best(cell):
