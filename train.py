@@ -111,7 +111,7 @@ def guarded(
     if world.size > 1:
         raise UserError(
             f"process {world.rank} of {world.size} is out of memory ({told}); lower train.batch_size, or set "
-            "train.activation_checkpointing=true or parallel=fsdp"
+            "train.activation_checkpointing=full or parallel=fsdp"
         )
     sizes = config.train.batch_size, config.train.micro_steps
     raise UserError(out_of_memory(told, state.model, state.optimizer, compute, *sizes))
@@ -470,7 +470,7 @@ def compile_model(model: GPT2, settings: TrainConfig, compute: Compute) -> nn.Mo
         return model
     # ddp's gradients travel while others are computed because torch cuts the compiled model at their buckets, which it
     # cannot inside of an activation checkpoint.
-    torch._dynamo.config.optimize_ddp = not settings.activation_checkpointing
+    torch._dynamo.config.optimize_ddp = settings.activation_checkpointing != "full"
     # What autograd.Functions trace to is part of the graph by which torch keeps what it compiled, so that a second
     # start may take it from the disk; torch refrains where one of them could do what it does not see.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True

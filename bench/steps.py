@@ -31,7 +31,7 @@ class Contender:
 def empty_row(cell: Cell, trainer: Trainer, batch: int) -> dict:
     """A row of which only the shape is known."""
     shape = {"model": cell.model, "context_length": cell.context_length, "batch_size": batch}
-    checkpointing = cell.activation_checkpointing and trainer.name == "ours"
+    checkpointing = cell.activation_checkpointing if trainer.name == "ours" else "none"
     how = {"attention": trainer.attention, "compiled": trainer.compiled, "activation_checkpointing": checkpointing}
     unknown = ("tokens_per_second", "tflops", "mfu", "peak_gib", "first_step_s", "ms", "status", "message")
     return {"trainer": trainer.name, **shape, **how, **dict.fromkeys(unknown), "best": False}

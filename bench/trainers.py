@@ -40,7 +40,7 @@ class Cell:
     model: str
     context_length: int
     batches: tuple[int, ...]
-    activation_checkpointing: bool = False
+    activation_checkpointing: str = "none"
     """Of ours alone: the peers have none."""
 
     @property

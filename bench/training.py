@@ -31,19 +31,20 @@ from bench.timing import Gpu
 from bench.trainers import Cell, Job, Trainer, huggingface, load_nanogpt, nanogpt, ours
 from bench.variants import available
 from errors import UserError
+from model.gpt2 import CHECKPOINTING
 
 CELLS = [
     Cell("gpt2", 1024, (32, 64, 128, 256)),
     Cell("gpt2", 8192, (8, 16)),
     Cell("gpt2-medium", 1024, (32, 64)),
-    Cell("gpt3-1.3b", 2048, (8, 16)),
-    Cell("gpt3-1.3b", 8192, (2, 4, 8)),
-    Cell("gpt3-2.7b", 2048, (8, 16)),
-    Cell("gpt3-2.7b", 8192, (2, 4)),
+    Cell("gpt3-1.3b", 2048, (8, 16), "selective"),
+    Cell("gpt3-1.3b", 8192, (2, 4, 8), "selective"),
+    Cell("gpt3-2.7b", 2048, (8, 16), "selective"),
+    Cell("gpt3-2.7b", 8192, (2, 4), "selective"),
     Cell("gpt2", 65536, (1,)),
     Cell("gpt2", 131072, (1,)),
-    Cell("gpt2", 262144, (1,), activation_checkpointing=True),
-    Cell("gpt2", 1048576, (1,), activation_checkpointing=True),
+    Cell("gpt2", 262144, (1,), "full"),
+    Cell("gpt2", 1048576, (1,), "full"),
 ]
 TRAINERS = [
     *(Trainer("ours", attention, compiled) for compiled in (True, False) for attention in ("flash2", "sdpa", "naive")),
@@ -124,7 +125,8 @@ def chosen_cells(arguments: argparse.Namespace) -> list[Cell]:
     cells = [known[name] for name in wanted]
     if arguments.batches:
         cells = [replace(cell, batches=arguments.batches) for cell in cells]
-    return [replace(c, activation_checkpointing=True) for c in cells] if arguments.activation_checkpointing else cells
+    mode = arguments.activation_checkpointing
+    return [replace(cell, activation_checkpointing=mode) for cell in cells] if mode else cells
 
 
 def first_steps(arguments: argparse.Namespace) -> dict[str, float]:
@@ -228,7 +230,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--trainers", help=help_)
     add("--nanogpt", type=Path, help="nanoGPT's model.py; without it nanoGPT is left out")
     add("--batches", type=sizes, help="micro-batches to try, e.g. 32,64, instead of the cell's")
-    add("--activation-checkpointing", action="store_true", help="ours with it, in every cell")
+    add("--activation-checkpointing", choices=CHECKPOINTING, help="of ours, in every cell, instead of the cells' own")
     add("--rounds", type=positive, default=5, help="samples of each trainer, taken in turn (5)")
     add("--breakdown", action="store_true", help="also where a step goes, by the profiler")
     add("--first-step", action="store_true", help="also gpt2's first step with a cold and a warm compile cache")

@@ -13,7 +13,7 @@ from bench.paper.config import PaperConfig
 from data.config import DataConfig
 from errors import UserError
 from model.attention import AttentionConfig
-from model.gpt2 import ModelConfig
+from model.gpt2 import CHECKPOINTING, ModelConfig
 from trainer.checkpoint import CheckpointConfig
 from trainer.evaluation import EvaluationConfig
 from trainer.loggers import WandbConfig
@@ -44,9 +44,10 @@ class TrainConfig:
     """Of the weights, the order of the data and dropout."""
     compile: bool | None = None
     """torch.compile the model; null is true on a GPU, false on a CPU, where compiling outlasts a short run."""
-    activation_checkpointing: bool = False
-    """Keep only what enters each block and what its attention gives, and compute the rest again in the backward pass:
-    several times the context or batch in the same memory, at less speed."""
+    activation_checkpointing: str = "none"
+    """What the backward pass computes again instead of finding it in memory: none; selective, what GELU gives, a
+    quarter of the activations for about a percent of the time; full, all of a block but its attention: several times
+    the context or batch in the same memory, at less speed."""
     deterministic: bool = False
     """Only deterministic kernels, so that a resumed run on a GPU repeats bit for bit; slower."""
     on_nan: str = "stop"
@@ -72,6 +73,11 @@ class TrainConfig:
             raise UserError(f"train.sample_tokens={self.sample_tokens} must be at least 0")
         if self.on_nan not in ("stop", "skip"):
             raise UserError(f"train.on_nan={self.on_nan} is unknown; choose stop or skip")
+        if self.activation_checkpointing not in CHECKPOINTING:
+            raise UserError(
+                f"train.activation_checkpointing={self.activation_checkpointing} is unknown; choose one of "
+                f"{', '.join(CHECKPOINTING)}"
+            )
         if self.spike_factor is not None and not self.spike_factor > 1:
             raise UserError(f"train.spike_factor={self.spike_factor} must be above 1, or null")
         if self.global_batch_size is not None:

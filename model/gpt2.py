@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from errors import UserError
-from kernels.gelu import bias_gelu
+from kernels.gelu import bias_gelu, bias_gelu_linear
 from model.attention import Attention, attend_packed
 from model.loss import cross_entropy
 
 PAD_VOCABULARY_TO = 64
+CHECKPOINTING = "none", "selective", "full"  # of activations
 # Attention's results, which activation checkpointing keeps: at long context they cost the most, and are small.
 KEPT = [
     torch.ops.flash1.forward.default,
@@ -116,13 +117,18 @@ class MLP(nn.Module):
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = bias_gelu(F.linear(x, self.c_fc.weight), self.c_fc.bias)
-        return self.dropout(self.c_proj(x))
+    def forward(self, x: Tensor, keep: bool = True) -> Tensor:
+        """Where it is not to `keep` what GELU gives, half of what it keeps, the backward pass makes that again."""
+        x = F.linear(x, self.c_fc.weight)
+        if keep:
+            x = self.c_proj(bias_gelu(x, self.c_fc.bias))
+        else:
+            x = bias_gelu_linear(x, self.c_fc.bias, self.c_proj.weight, self.c_proj.bias)
+        return self.dropout(x)
 
 
 class Block(nn.Module):
-    def __init__(self, config: ModelConfig, attention: Attention, layer: int, activation_checkpointing: bool):
+    def __init__(self, config: ModelConfig, attention: Attention, layer: int, activation_checkpointing: str):
         super().__init__()
         self.activation_checkpointing = activation_checkpointing
         self.ln_1 = nn.LayerNorm(config.n_embd)
@@ -132,24 +138,25 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cache: KeyValueCache | None, cu_seqlens: Tensor | None) -> Tensor:
         """Forgets its activations where that is asked for and a backward pass may follow."""
-        if not (self.activation_checkpointing and torch.is_grad_enabled()):
+        if self.activation_checkpointing != "full" or not torch.is_grad_enabled():
             return self._forward(x, cache, cu_seqlens)
         keep = partial(create_selective_checkpoint_contexts, KEPT)
         return checkpoint(self._forward, x, cache, cu_seqlens, use_reentrant=False, context_fn=keep)
 
     def _forward(self, x: Tensor, cache: KeyValueCache | None, cu_seqlens: Tensor | None) -> Tensor:
         x = x + self.attn(self.ln_1(x), cache, cu_seqlens)
-        return x + self.mlp(self.ln_2(x))
+        return x + self.mlp(self.ln_2(x), keep=self.activation_checkpointing == "none")
 
 
 class GPT2(nn.Module):
     """A GPT-2 whose attention is given. Its head is the token table.
 
-    With activation checkpointing (Chen et al., 2016) the backward pass computes each block anew from its input, all but
-    its attention, so that a layer keeps two tensors of the residual stream's size instead of some sixteen.
+    With full activation checkpointing (Chen et al., 2016) the backward pass computes each block anew from its input,
+    all but its attention, so that a layer keeps two tensors of the residual stream's size instead of some fourteen;
+    with the selective one what GELU gave, which is four of them, alone.
     """
 
-    def __init__(self, config: ModelConfig, attention: Attention, activation_checkpointing: bool = False):
+    def __init__(self, config: ModelConfig, attention: Attention, activation_checkpointing: str = "none"):
         super().__init__()
         self.config = config
         self.wte = nn.Embedding(config.padded_vocab_size, config.n_embd)

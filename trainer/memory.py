@@ -28,20 +28,21 @@ def out_of_memory(
     )
 
 
-def candidates(batch_size: int, micro_steps: int, context: int) -> Iterator[tuple[str, int, int, bool]]:
-    """Settings in the order to try them, and their batch size, context, and whether activations are checkpointed.
+def candidates(batch_size: int, micro_steps: int, context: int) -> Iterator[tuple[str, int, int, str]]:
+    """Settings in the order to try them, and their batch size, context, and which activations are computed twice.
 
-    First smaller micro-batches of the same step, then single sequences whose activations are computed twice, then
-    shorter ones.
+    First smaller micro-batches of the same step, then single sequences with activation checkpointing, then shorter
+    ones.
     """
     whole = batch_size * micro_steps
     for size in range(batch_size - 1, 0, -1):
         if whole % size == 0:
-            yield f"train.batch_size={size} train.grad_accumulation={whole // size}", size, context, False
-    single = f"train.batch_size=1 train.grad_accumulation={whole} train.activation_checkpointing=true"
-    yield single, 1, context, True
+            yield f"train.batch_size={size} train.grad_accumulation={whole // size}", size, context, "none"
+    single = f"train.batch_size=1 train.grad_accumulation={whole} train.activation_checkpointing="
+    for checkpointing in ("selective", "full"):
+        yield f"{single}{checkpointing}", 1, context, checkpointing
     while (context := context // 2) >= 64:
-        yield f"{single} model.context_length={context}", 1, context, True
+        yield f"{single}full model.context_length={context}", 1, context, "full"
 
 
 def _fits(
@@ -50,7 +51,7 @@ def _fits(
     compute: Compute,
     batch_size: int,
     context: int,
-    checkpointing: bool,
+    checkpointing: str,
 ) -> bool:
     """Whether a forward and a backward pass fit beside the optimizer's moments."""
     model.train()

@@ -1,5 +1,5 @@
 """GELU of a linear layer's output, bias added and its gradient summed on the way: operator, kernels, definition."""
 
-from kernels.gelu.op import bias_gelu
+from kernels.gelu.op import bias_gelu, bias_gelu_linear
 
-__all__ = ["bias_gelu"]
+__all__ = ["bias_gelu", "bias_gelu_linear"]

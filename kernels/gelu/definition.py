@@ -14,8 +14,9 @@ def forward(x: Tensor, bias: Tensor) -> Tensor:
     return F.gelu(_sum(x, bias), approximate="tanh").to(x.dtype)
 
 
-def backward(dout: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """dx (N, C) in x's dtype, and dbias (C,) in the bias's: dx summed over its rows."""
+def backward(dout: Tensor, x: Tensor, bias: Tensor, again: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """dx (N, C) in x's dtype, and dbias (C,) in the bias's: dx summed over its rows; and what forward gave, if it is
+    wanted `again`, or an empty tensor."""
     inputs = _sum(x, bias)
     dx = torch.ops.aten.gelu_backward(dout.to(inputs.dtype), inputs, approximate="tanh")
-    return dx.to(x.dtype), dx.sum(0).to(bias.dtype)
+    return dx.to(x.dtype), dx.sum(0).to(bias.dtype), forward(x, bias) if again else x.new_empty(0)

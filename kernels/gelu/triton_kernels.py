@@ -41,9 +41,22 @@ def gelu_kernel(x, bias, out, rows, columns, M: tl.constexpr, N: tl.constexpr, U
 
 @triton.jit
 def gelu_gradient_kernel(
-    dout, x, bias, dx, partial, rows, columns, slab, M: tl.constexpr, N: tl.constexpr, UPCAST: tl.constexpr
+    dout,
+    x,
+    bias,
+    dx,
+    out,
+    partial,
+    rows,
+    columns,
+    slab,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    AGAIN: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):
-    """dx for `slab` rows, a multiple of M, and its sum by column, a row of `partial` (slabs, columns) fp32."""
+    """dx for `slab` rows, a multiple of M, and its sum by column, a row of `partial` (slabs, columns) fp32; if it is
+    wanted AGAIN, out = gelu(x + bias) too."""
     number = tl.program_id(0)
     first = number.to(tl.int64) * slab
     o_n = tl.program_id(1) * N + tl.arange(0, N)
@@ -59,6 +72,8 @@ def gelu_gradient_kernel(
         b_dx = b_dout * (s + v * s * (1 - s) * (SLOPE + 3 * CUBIC * v * v))
         total += b_dx
         tl.store(dx + o_x, to(b_dx, dx.dtype.element_ty, UPCAST), mask=mask)
+        if AGAIN:
+            tl.store(out + o_x, to(v * s, out.dtype.element_ty, UPCAST), mask=mask)
     tl.store(partial + number * columns + o_n, tl.sum(total, 0), mask=o_n < columns)
 
 
@@ -71,12 +86,13 @@ def forward(x: Tensor, bias: Tensor) -> Tensor:
     return out
 
 
-def backward(dout: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+def backward(dout: Tensor, x: Tensor, bias: Tensor, again: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Same contract as definition.backward."""
     (rows, columns), (m, n, warps) = x.shape, BACKWARD
     slab = triton.cdiv(triton.cdiv(rows, m), SLABS) * m
     slabs = triton.cdiv(rows, slab)
     dx, partial = torch.empty_like(x), torch.empty((slabs, columns), device=x.device)
-    arguments = dout, x, bias, dx, partial, rows, columns, slab, m, n, x.device.type == "cpu"
+    out = torch.empty_like(x) if again else x.new_empty(0)
+    arguments = dout, x, bias, dx, out, partial, rows, columns, slab, m, n, again, x.device.type == "cpu"
     gelu_gradient_kernel[slabs, triton.cdiv(columns, n)](*arguments, num_warps=warps)
-    return dx, partial.sum(0).to(bias.dtype)
+    return dx, partial.sum(0).to(bias.dtype), out

@@ -181,7 +181,8 @@ def others(dtype: str) -> dict:
     m_s, n_s, softmax_warps = softmax.tile(LONGEST_ROW)
     masks = {"M": m_s, "N": n_s, "CAUSAL": True, "DOCUMENTS": True, "DROPOUT": True} | upcast
     rows_of_scores = (data, data, data, "*i32", "*i32", *[size] * 4, fp32[1:], size, fp32[1:]), masks
-    backward = (data, data, fp32, data, fp32, size, size, size), {"M": rows, "N": columns} | upcast
+    backward = (data, data, fp32, data, data, fp32, size, size, size)
+    backward = backward, {"M": rows, "N": columns, "AGAIN": True} | upcast
     return {
         "cross_entropy": (cross_entropy.cross_entropy_kernel, *loss, cross_entropy.WARPS),
         "softmax": (softmax.softmax_kernel, *rows_of_scores, softmax_warps),

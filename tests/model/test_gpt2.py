@@ -15,7 +15,7 @@ import conf
 from conf.schema import register
 from errors import UserError
 from model.attention import EXACT, AttentionConfig, build_attention
-from model.gpt2 import GPT2, KEPT, KeyValueCache, ModelConfig
+from model.gpt2 import CHECKPOINTING, GPT2, KEPT, KeyValueCache, ModelConfig
 
 with torch.device("meta"):
     torch.empty(0)  # torch lists what makes tensors at first use; the poisoned torch.empty of a test must not be in it
@@ -267,7 +267,7 @@ def test_activation_checkpointing_changes_no_gradient_and_keeps_attention(attent
     """With dropout, whose draws the second computation has to repeat. The fused attentions are not computed twice."""
     gradients, ran = [], []
     tokens, dropout = tokens_of(2, 41), 0.0 if attention == "sdpa" else 0.2  # torch's has none that is fused on a CPU
-    for checkpointing in (False, True):
+    for checkpointing in CHECKPOINTING:
         model = sharpen(build(attention, dropout=dropout))
         for block in model.h:
             block.activation_checkpointing = checkpointing
@@ -276,8 +276,31 @@ def test_activation_checkpointing_changes_no_gradient_and_keeps_attention(attent
             model(tokens[:, :-1], tokens[:, 1:]).backward()
         gradients.append([p.grad for p in model.parameters()])
         ran.append(recorder.ran)
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*gradients, strict=True))
     gelu = torch.ops.gelu.forward.default
-    assert (ran[0][gelu], ran[1][gelu]) == (2, 4), "each block's once more"
+    assert [of[gelu] for of in ran] == [2, 2, 4], "each block's once more"
     attended = [sum(of[op] for op in KEPT) for of in ran]
-    assert attended == ([0, 0] if attention in ("naive", "fused_softmax") else [2, 2])
+    assert attended == ([0, 0, 0] if attention in ("naive", "fused_softmax") else [2, 2, 2])
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "flash2"])
+def test_selective_checkpointing_keeps_no_result_of_gelu(attention):
+    """Counted in what autograd saves: 4 n_embd numbers a token and block less, and nothing more."""
+
+    def saved_bytes(checkpointing: str) -> int:
+        model, sizes = build(attention), {}
+        for block in model.h:
+            block.activation_checkpointing = checkpointing
+
+        def pack(x: torch.Tensor) -> torch.Tensor:
+            sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            loss = model(tokens, tokens)  # alive, so that no storage takes the place of another
+        loss.backward()
+        return sum(sizes.values())
+
+    tokens = tokens_of(2, 40)
+    shape = build(attention).config
+    assert saved_bytes("none") - saved_bytes("selective") == shape.n_layer * tokens.numel() * 4 * shape.n_embd * 4

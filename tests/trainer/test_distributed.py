@@ -44,7 +44,7 @@ def runs(tmp_path_factory) -> Path:
             2,
             f"ddp {GLOBAL}",
             f"ddp_after_alone {GLOBAL} {resume.format('alone')}",
-            f"fsdp {GLOBAL} parallel=fsdp train.activation_checkpointing=true",
+            f"fsdp {GLOBAL} parallel=fsdp train.activation_checkpointing=full",
             f"terminated {GLOBAL} checkpoint.interval=100",
         )
         train_on_two_nodes(

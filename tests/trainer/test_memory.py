@@ -13,11 +13,11 @@ pytest_plugins = ["tests.e2e"]
 
 
 def limit(monkeypatch, tokens: int, kept: float) -> None:
-    """A model that runs out of memory above so many tokens; with activation checkpointing above 1 / `kept` as many."""
+    """A model that runs out of memory above so many tokens; with full checkpointing above 1 / `kept` as many."""
     forward = GPT2.forward
 
     def limited(self, inputs, *args, **kwargs):
-        if inputs.numel() > tokens / (kept if self.h[0].activation_checkpointing else 1):
+        if inputs.numel() > tokens / (kept if self.h[0].activation_checkpointing == "full" else 1):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity")
         return forward(self, inputs, *args, **kwargs)
 
@@ -31,21 +31,23 @@ def test_candidates_keep_the_sequences_of_a_step():
         "train.batch_size=3 train.grad_accumulation=4",
         "train.batch_size=2 train.grad_accumulation=6",
         "train.batch_size=1 train.grad_accumulation=12",
-        "train.batch_size=1 train.grad_accumulation=12 train.activation_checkpointing=true",
-        "train.batch_size=1 train.grad_accumulation=12 train.activation_checkpointing=true model.context_length=64",
+        "train.batch_size=1 train.grad_accumulation=12 train.activation_checkpointing=selective",
+        "train.batch_size=1 train.grad_accumulation=12 train.activation_checkpointing=full",
+        "train.batch_size=1 train.grad_accumulation=12 train.activation_checkpointing=full model.context_length=64",
     ]
-    assert [tuple(size) for _, *size in found[-3:]] == [(1, 128, False), (1, 128, True), (1, 64, True)]
+    sizes = [(1, 128, "none"), (1, 128, "selective"), (1, 128, "full"), (1, 64, "full")]
+    assert [tuple(size) for _, *size in found[-4:]] == sizes
 
 
 @pytest.mark.parametrize(
     ("tokens", "kept", "remedy"),
     [
         (300, 1, "train.batch_size=4 train.grad_accumulation=2"),
-        (50, 0.5, "train.batch_size=1 train.grad_accumulation=8 train.activation_checkpointing=true"),
+        (50, 0.5, "train.batch_size=1 train.grad_accumulation=8 train.activation_checkpointing=full"),
         (
             32,
             0.5,
-            "train.batch_size=1 train.grad_accumulation=8 train.activation_checkpointing=true model.context_length=64",
+            "train.batch_size=1 train.grad_accumulation=8 train.activation_checkpointing=full model.context_length=64",
         ),
         (10, 1, None),
     ],
