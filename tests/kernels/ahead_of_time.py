@@ -193,9 +193,9 @@ def others(dtype: str) -> dict:
 
 
 def compile_others(target: str) -> list[dict]:
-    """One row per kernel and dtype."""
+    """One row per kernel and dtype, of which the others than bf16 are of Hopper alone."""
     rows = []
-    for dtype in DTYPES:
+    for dtype in DTYPES if target == "sm_90" else ["bf16"]:
         for name, (kernel, types, constants, warps) in others(dtype).items():
             signature = dict(zip(kernel.arg_names, (*types, *["constexpr"] * len(constants)), strict=True))
             pointers = [i for i, kind in enumerate(types) if kind.startswith("*")]

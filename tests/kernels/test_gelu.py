@@ -20,8 +20,9 @@ def draw(rows: int, columns: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...
 
 @pytest.mark.parametrize("implementation", [definition, triton_kernels], ids=["definition", "Triton"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (7, 63), (33, 192), (3, 1025), (2100, 8)])
-def test_results_are_fp64s_rounded(implementation, dtype, rows, columns):
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (7, 63), (33, 192), (3, 1025), (70, 8)])
+def test_results_are_fp64s_rounded(implementation, dtype, rows, columns, monkeypatch):
+    monkeypatch.setattr(triton_kernels, "SLABS", 4)  # so that a program of the backward pass has several tiles of rows
     x, bias, dout = draw(rows, columns, dtype)
     inputs = (x.double() + bias.double()).requires_grad_()
     exact = F.gelu(inputs, approximate="tanh")
