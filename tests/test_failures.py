@@ -262,21 +262,27 @@ def test_run_killed_again_and_again_ends_as_if_it_had_not_been(workplace, times)
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_long_run_grows_neither_in_memory_nor_in_files_nor_in_time(workplace, monkeypatch):
-    """Samples at the end of each evaluation: resident pages, open files, and the seconds since the last."""
+@pytest.mark.parametrize(("device", "steps"), [("cpu", 2000), pytest.param("cuda", 80_000, marks=pytest.mark.gpu)])
+def test_long_run_grows_neither_in_memory_nor_in_files_nor_in_time(workplace, monkeypatch, device, steps):
+    """Samples at the end of each evaluation: resident pages, open files, threads, bytes of tensors on the GPU, and the
+    seconds since the last. On a GPU it takes some eight minutes."""
     samples = []
 
     def sample() -> None:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
-        samples.append((pages, len(os.listdir("/proc/self/fd")), threading.active_count(), time.monotonic()))
+        tensors = torch.cuda.memory_allocated() if device == "cuda" else 0
+        files = len(os.listdir("/proc/self/fd"))
+        samples.append((pages, files, threading.active_count(), tensors, time.monotonic()))
 
     save = Checkpoints.save
     monkeypatch.setattr(Checkpoints, "save", lambda *args: (sample(), save(*args))[1])
     small = ("model=gpt2-nano", "model.n_layer=4", "model.n_head=4", "model.n_embd=128", "train.sample_tokens=8")
-    train("run", *small, "train.max_steps=2000", "train.eval_interval=50", "train.log_interval=10").ok()
-    pages, files, threads, clock = zip(*samples, strict=True)
+    often = (f"train.eval_interval={steps // 40}", f"checkpoint.interval={steps // 40}", "train.log_interval=10")
+    train("run", *small, *often, f"train.max_steps={steps}", f"device={device}").ok()
+    pages, files, threads, tensors, clock = zip(*samples, strict=True)
     assert len(samples) == 40
     assert max(files[5:]) <= max(files[:5]) and max(threads[5:]) <= max(threads[:5])
+    assert max(tensors[5:]) <= max(tensors[:5])
     assert max(pages[20:]) < 1.02 * max(pages[5:20])
     seconds = [after - before for before, after in itertools.pairwise(clock)]
     assert median(seconds[20:]) < 1.25 * median(seconds[5:20])
