@@ -35,7 +35,8 @@ from model.gpt2 import CHECKPOINTING
 
 CELLS = [
     Cell("gpt2", 1024, (32, 64, 128, 256)),
-    Cell("gpt2", 8192, (8, 16)),
+    Cell("gpt2", 8192, (1, 8, 16)),
+    Cell("gpt2", 16384, (1, 4)),
     Cell("gpt2-medium", 1024, (32, 64)),
     Cell("gpt3-1.3b", 2048, (8, 16), "selective"),
     Cell("gpt3-1.3b", 8192, (2, 4, 8), "selective"),
@@ -52,6 +53,7 @@ TRAINERS = [
     *(Trainer("huggingface", attention, compiled) for compiled in (True, False) for attention in ("sdpa", "naive")),
 ]
 MAIN = "ours:flash2", "nanogpt:sdpa"
+LAST_OF_NAIVE = "gpt2_8k", "gpt2_16k"  # around the longest context that its matrices leave room for
 LONGEST_FLOOR = 8192  # tokens of context; beyond, the floor is attention
 
 
@@ -104,8 +106,11 @@ def builder(trainer: Trainer, arguments: argparse.Namespace) -> Callable[..., Jo
 
 
 def chosen_trainers(arguments: argparse.Namespace, cell: Cell) -> list[Trainer]:
-    """The trainers of a cell: the ones asked for, or all at the smallest and the two main ones elsewhere."""
-    default = [str(trainer) for trainer in TRAINERS] if cell.name == "gpt2_1k" else MAIN
+    """The trainers of a cell: the ones asked for, or all at the smallest and the two main ones elsewhere, with naive
+    attention where it is about to run out of memory."""
+    default = [str(trainer) for trainer in TRAINERS] if cell.name == "gpt2_1k" else list(MAIN)
+    if cell.name in LAST_OF_NAIVE:
+        default += ["ours:naive", "nanogpt:naive"]
     wanted = arguments.trainers.split(",") if arguments.trainers else default
     known = {str(trainer): trainer for trainer in TRAINERS}
     for name in wanted:

@@ -163,7 +163,7 @@ def test_what_is_unknown_is_refused_before_anything_is_measured(given, message):
 
 
 def test_without_its_file_nanogpt_is_left_out():
-    chosen = training.chosen_trainers(training.parse([]), Cell("gpt2", 8192, (1,)))
+    chosen = training.chosen_trainers(training.parse([]), Cell("gpt2", 2048, (1,)))
     assert list(map(str, chosen)) == ["ours:flash2"]
 
 
