@@ -38,7 +38,7 @@ CELLS = [
     Cell("gpt2", 8192, (1, 8, 16)),
     Cell("gpt2", 16384, (1, 4)),
     Cell("gpt2-medium", 1024, (32, 64)),
-    Cell("gpt3-1.3b", 2048, (8, 16), "selective"),
+    Cell("gpt3-1.3b", 2048, (8, 16, 32), "selective"),
     Cell("gpt3-1.3b", 8192, (2, 4, 8), "selective"),
     Cell("gpt3-2.7b", 2048, (8, 16), "selective"),
     Cell("gpt3-2.7b", 8192, (2, 4), "selective"),
