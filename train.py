@@ -159,13 +159,12 @@ def loop(
                 metrics |= evaluate(model, state.model.config, config, compute, tokens)
                 if metrics["val/loss"] < state.best_loss:
                     state.best_loss = metrics["val/loss"]
-                    attempt(lambda: checkpoints.save_best(state.state_dict()), checkpoints, state, config, log)
+                    attempt(checkpoints, state, config, log, is_best=True)
         if metrics:
             log.log(state.step, state.step * tokens_per_step, metrics)
         if is_due(state.step, config.checkpoint.interval, settings.max_steps):
             with meter.excluded():
-                write = lambda: checkpoints.save(state.step, state.state_dict())  # noqa: E731
-                if saved := attempt(write, checkpoints, state, config, log):
+                if saved := attempt(checkpoints, state, config, log):
                     path, saved_step = saved, state.step
     if window:
         metrics = read_window(window, state, config, compute, checkpoints, watch, log)
@@ -184,15 +183,16 @@ def save(checkpoints: Checkpoints, state: TrainState) -> Path:
 
 
 def attempt(
-    write: Callable[[], Path], checkpoints: Checkpoints, state: TrainState, config: Config, log: Loggers
+    checkpoints: Checkpoints, state: TrainState, config: Config, log: Loggers, is_best: bool = False
 ) -> Path | None:
-    """What `write` returns, after the earlier save if that is under way; None where the disk refused it.
+    """Saves the state, or begins to when the save before it is done; None where the disk refused it.
 
     Raises:
-        CheckpointError: it refused one of them, unless checkpoint.on_error=continue.
+        CheckpointError: it refused this or the one before, and checkpoint.on_error=stop.
     """
     path = None
-    for act in (lambda: checkpoints.settle(before=state.step), write):
+    write = checkpoints.save_best if is_best else partial(checkpoints.save, state.step)
+    for act in (lambda: checkpoints.settle(before=state.step), lambda: write(state.state_dict())):
         try:
             path = act()
         except CheckpointError as error:

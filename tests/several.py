@@ -105,11 +105,11 @@ def killed(patch: pytest.MonkeyPatch) -> None:
         before_writing(patch, 4, write_and_die)
 
 
-FAULTS = {fault.__name__: fault for fault in (terminated, slow, full_disk, killed)}  # by the run's folder
+FAULTS = {"terminated": terminated, "slow": slow, "full": full_disk, "stopped": full_disk, "killed": killed}
 
 if __name__ == "__main__":
     for arguments in sys.argv[1:]:
-        folder, *overrides = arguments.split()
+        folder, *overrides = arguments.split()  # the folder's name says what is to go wrong
         with pytest.MonkeyPatch.context() as patch:
             FAULTS.get(folder, lambda _: None)(patch)
             outcome = train(folder, *overrides)

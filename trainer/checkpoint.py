@@ -51,7 +51,7 @@ class CheckpointConfig:
     on_error: str = "stop"
     """When the disk takes no checkpoint: stop, or continue until the next; without the last one a run stops as well."""
     load: str | None = None
-    """For eval_only: a checkpoint file, a run's folder, or a Hugging Face GPT-2 (folder or hub id). `checkpoint=...` on
+    """For eval_only: a checkpoint, a run's folder, or a Hugging Face GPT-2 (folder or hub id). `checkpoint=...` on
     the command line is short for it."""
 
     def __post_init__(self):
@@ -119,7 +119,7 @@ class Checkpoints:
         outdated = [old for old in _all(self.folder) if _step(old) <= step][: -self.keep]
         for old in (*outdated, *self.folder.glob("*.partial")):
             if old.resolve() != best:
-                remove(old)
+                _remove(old)
 
     def save_best(self, state: State) -> Path:
         """Replaces best.pt. Raises CheckpointError as `save` does."""
@@ -161,15 +161,19 @@ def write_file(path: Path, state: State) -> None:
         raise
 
 
-def remove(path: Path) -> None:
+def put_aside(folder: Path) -> Path:
+    """Takes a checkpoint its name, by which it counts as one; what is left goes when the next is saved."""
+    aside = folder.with_name(f"{folder.name}.old.partial")
+    shutil.rmtree(aside, ignore_errors=True)
+    return folder.rename(aside)
+
+
+def _remove(path: Path) -> None:
     """Deletes a checkpoint, of which a kill leaves the whole or nothing that counts as one."""
     if path.is_symlink() or not path.is_dir():
-        return path.unlink()
-    if path.suffix != ".partial":
-        aside = path.with_name(f"{path.name}.old.partial")
-        shutil.rmtree(aside, ignore_errors=True)
-        path = path.rename(aside)
-    shutil.rmtree(path)
+        path.unlink()
+    else:
+        shutil.rmtree(path if path.suffix == ".partial" else put_aside(path))
 
 
 def _digest(file: BinaryIO, size: int) -> bytes:
@@ -224,6 +228,8 @@ def _damage_of_part(path: Path, digest: str | None) -> str | None:
 
 
 def _is_whole(path: Path) -> bool:
+    if path.is_file():
+        return not _damage(path)
     try:
         _check(path)
     except CheckpointError:

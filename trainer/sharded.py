@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-from trainer.checkpoint import REST, CheckpointError, Checkpoints, State, remove, write_file
+from trainer.checkpoint import REST, CheckpointError, Checkpoints, State, put_aside, write_file
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 KINDS = ("model", *(f"optimizer.{moment}" for moment in MOMENTS))  # of tensors, before the name of their parameter
@@ -112,9 +112,10 @@ class ShardedCheckpoints(Checkpoints):
         self._saved = state["step"]
         rest, tensors = _split(state)
         rest = tree_map(lambda x: x.to("cpu", copy=True) if isinstance(x, Tensor) else x, rest) if self.writes else {}
-        for key, x in tensors.items():
-            self._host[key].copy_(_local(x), non_blocking=True)
-        if torch.cuda.is_available():
+        parts = {key: _local(x) for key, x in tensors.items()}
+        for key, part in parts.items():
+            self._host[key].copy_(part, non_blocking=True)
+        if any(part.is_cuda for part in parts.values()):
             torch.cuda.current_stream().synchronize()
         self._under_way = self._thread.submit(self._write, path, rest, tensors, is_best)
 
@@ -142,8 +143,9 @@ class ShardedCheckpoints(Checkpoints):
         self._tell(f"saved {path}, in {time.monotonic() - began:.1f} s beside training")
 
     def _name(self, partial: Path, path: Path, is_best: bool) -> None:
-        if path.exists():  # damaged, or the same state: a later one of another run would have been refused
-            remove(path)
+        """Gives what is whole the name of a checkpoint."""
+        if path.exists():  # damaged, or of the same run, which continued it: another's would have been refused
+            put_aside(path)
         os.rename(partial, path)
         if is_best:
             link = self.folder / "best.partial"

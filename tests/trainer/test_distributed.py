@@ -42,6 +42,7 @@ def runs(tmp_path_factory) -> Path:
     """The folder of one run by one process and the same by several, in as few launches as can be."""
     folder, resume = tmp_path_factory.mktemp("runs"), "checkpoint.resume={}/checkpoints/step-00000003"
     after_fsdp = f"{GLOBAL} {resume.format('fsdp')}"
+    each_2 = f"{GLOBAL} parallel=fsdp checkpoint.interval=2 train.eval_interval=6"
     write_tokens(folder / "tokens")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -53,9 +54,9 @@ def runs(tmp_path_factory) -> Path:
             f"fsdp {GLOBAL} parallel=fsdp train.activation_checkpointing=true",
             f"ddp_after_fsdp {after_fsdp}",
             f"terminated {GLOBAL} parallel=fsdp checkpoint.interval=100",
-            f"slow {GLOBAL} parallel=fsdp checkpoint.interval=2 train.eval_interval=6",
-            f"full_disk {GLOBAL} parallel=fsdp checkpoint.interval=2 train.eval_interval=6 "
-            "checkpoint.on_error=continue",
+            f"slow {each_2}",
+            f"full {each_2} checkpoint.on_error=continue",
+            f"stopped {each_2}",
         )
         train_on_two_nodes(
             2,
@@ -91,27 +92,41 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step(runs):
     assert [step for step, *_ in curve(runs / "terminated")] == [1, 2, 3]
     assert checkpoint.load(runs / "terminated")["step"] == 3
     code, *lines = (runs / "terminated" / "out.txt").read_text().splitlines()
-    saved = f"{find('terminated')}"
+    saved = find(runs / "terminated")
     assert code == "143" and f"SIGTERM after step 3; continue with checkpoint.resume={saved}" in lines
     assert [line for line in lines if line.startswith(f"saved {saved}, in ")]
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(runs):
-    """Its writer waits for the step after the next."""
-    assert (runs / "slow" / "out.txt").read_text().startswith("0\n")
-    assert_same_curve(runs / "slow", runs / "full_disk")
+    """Its writer waits for the step after the next; it is told when it is whole, and not before."""
+    code, *lines = (runs / "slow" / "out.txt").read_text().splitlines()
+    told = [line.split(",")[0] for line in lines if line.startswith(("step", "saved"))]
+    saved = told.index(f"saved {runs / 'slow' / 'checkpoints' / 'step-00000002'}")
+    assert code == "0" and [line[:8] for line in told[:saved]] == ["step 1/6", "step 2/6", "step 3/6"]
+    assert_same_curve(runs / "slow", runs / "full")
 
 
-def test_a_full_disk_of_one_process_is_told_and_leaves_the_earlier_checkpoint(runs):
-    code, *lines = (runs / "full_disk" / "out.txt").read_text().splitlines()
-    (told,) = [line for line in lines if "could not be written" in line]
-    assert code == "0" and told == (
-        "full_disk/checkpoints/step-00000004 could not be written (File too large); make room, and continue with "
-        "checkpoint.resume=full_disk/checkpoints/step-00000002; training goes on, as checkpoint.on_error=continue"
+@pytest.mark.parametrize(
+    ("folder", "expected", "goes_on", "left"),
+    [
+        (
+            "full",
+            "0",
+            "; training goes on, as checkpoint.on_error=continue",
+            ["best", "step-00000002", "step-00000006"],
+        ),
+        ("stopped", "2", "", ["step-00000002"]),
+    ],
+)
+def test_a_full_disk_of_one_process_is_told_and_leaves_the_earlier_checkpoint(runs, folder, expected, goes_on, left):
+    code, *lines = (runs / folder / "out.txt").read_text().splitlines()
+    (told,) = [line.removeprefix("error: ") for line in lines if "could not be written" in line]
+    kept = runs / folder / "checkpoints"
+    assert code == expected and told == (
+        f"{kept}/step-00000004 could not be written (File too large); make room, and continue with "
+        f"checkpoint.resume={kept}/step-00000002{goes_on}"
     )
-    assert sorted(path.name for path in (runs / "full_disk" / "checkpoints").iterdir()) == [
-        *("best", "step-00000002", "step-00000006")
-    ]
+    assert sorted(path.name for path in kept.iterdir()) == left
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +205,7 @@ def test_a_killed_process_is_started_again_and_nothing_is_lost(runs):
     _, err = ended(job)
     assert job.returncode == 0, err
     assert "Signal 9 (SIGKILL)" in err or "exitcode: -9" in err, err
-    assert "continuing after step 2," in (runs / "killed" / "out.txt").read_text()
+    assert "continuing after step 3," in (runs / "killed" / "out.txt").read_text()
     assert_same_curve(runs / "killed", runs / "alone")
     assert sorted(path.name for path in (runs / "kept").iterdir()) == ["best", "step-00000004", "step-00000006"]
 
