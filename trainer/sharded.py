@@ -52,17 +52,15 @@ class ShardedCheckpoints(Checkpoints):
         super().__init__(folder, keep, writes)
         self._tell: Callable[[str], None] = print
         self._saved: int | None = None  # the step under way, or else the last one that is whole
-        self._host: dict[str, Tensor] = {}
+        self._under_way: Future | None = None
         # Its own group: the thread's messages must not mix with those of training, nor go through NCCL.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         parts = {name: _local(parameter.detach()) for name, parameter in model.named_parameters()}
-        self._under_way: Future | None = self._thread.submit(self._set_aside, parts)
-
-    def _set_aside(self, parts: dict[str, Tensor]) -> None:
-        """The host's memory for this process's part, pinned for a GPU's: that takes seconds, but none of training's."""
-        for kind, (name, part) in product(KINDS, parts.items()):
-            self._host[f"{kind}.{name}"] = torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda)
+        self._host = {  # for a GPU's part pinned, which takes a second for some GiB, and so is done before training
+            f"{kind}.{name}": torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda)
+            for kind, (name, part) in product(KINDS, parts.items())
+        }
 
     @contextmanager
     def saving(self, tell: Callable[[str], None]) -> Iterator[None]:
@@ -235,7 +233,8 @@ def _split(state: State) -> tuple[State, dict[str, Tensor]]:
 def read_parts(state: State, model: nn.Module | None = None) -> State:
     """The state that checkpoint.load gives without `whole`, with the tensors from its folder.
 
-    Whole, on the CPU; or split as `model` is: of those a process reads only what it is to hold.
+    Whole, on the CPU; or split as `model` is: then a process reads only what it is to hold. (For their checksums
+    checkpoint.load has read all parts before, in each process.)
 
     Raises:
         CheckpointError: the parts do not make up the tensors.

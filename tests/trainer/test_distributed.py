@@ -92,9 +92,9 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step(runs):
     assert [step for step, *_ in curve(runs / "terminated")] == [1, 2, 3]
     assert checkpoint.load(runs / "terminated")["step"] == 3
     code, *lines = (runs / "terminated" / "out.txt").read_text().splitlines()
-    saved = find(runs / "terminated")
-    assert code == "143" and f"SIGTERM after step 3; continue with checkpoint.resume={saved}" in lines
-    assert [line for line in lines if line.startswith(f"saved {saved}, in ")]
+    path = find(runs / "terminated")
+    (saved,) = [number for number, line in enumerate(lines) if line.startswith(f"saved {path}, in ")]
+    assert code == "143" and saved < lines.index(f"SIGTERM after step 3; continue with checkpoint.resume={path}")
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(runs):
