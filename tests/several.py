@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -60,7 +61,7 @@ def terminated(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(sharded.ShardedCheckpoints, "save_best", terminate)
 
 
-def before_writing(patch: pytest.MonkeyPatch, step: int, act) -> None:
+def before_writing(patch: pytest.MonkeyPatch, step: int, act: Callable[[Callable], str]) -> None:
     """`act` is called with what writes this process's part of the checkpoint of that step, and does it or not."""
     write = sharded._write_part
 

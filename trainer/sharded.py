@@ -106,6 +106,7 @@ class ShardedCheckpoints(Checkpoints):
         return path
 
     def _begin(self, path: Path, state: State, is_best: bool) -> None:
+        """Copies this process's part, for which training waits, and leaves the rest to the thread."""
         self.settle()
         self._saved = state["step"]
         rest, tensors = _split(state)
@@ -169,6 +170,7 @@ class _Writer(StorageWriter):
         return plans
 
     def write_data(self, plan, planner) -> torch.futures.Future:
+        """Of an hsdp part, which several hold, the plan has given each item to one of them."""
         items = [item for item in plan.items if item.tensor_data.chunk.sizes.numel()]
         done, name = torch.futures.Future(), f"part-{dist.get_rank():05d}.safetensors"
         digest = _write_part(self._folder / name, items, self._host) if items else None
@@ -217,6 +219,7 @@ def _write_part(path: Path, items: list[WriteItem], host: dict[str, Tensor]) -> 
 
 
 def _local(x: Tensor) -> Tensor:
+    """What this process holds of a tensor."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 
