@@ -65,10 +65,10 @@ def train(config: Config, world: World = ALONE) -> None:
         tokens = open_tokens(config.data)
     resumed = load_resumed(config, world)
     where = Path(config.checkpoint.dir or folder / "checkpoints")
-    checkpoints = Checkpoints(where, config.checkpoint.keep, writes=world.is_first)
     writes_to = {folder: "hydra.run.dir", where: "checkpoint.dir"} if world.is_first else {}
     seed(config.train, compute)
     model = shard(build_model(config, compute, tokens, resumed), compute, config.train.reshard_after_forward)
+    checkpoints = open_checkpoints(where, config, model, world)
     with build_loader(config, compute, tokens, model) as loader, claimed(writes_to):
         checkpoints.refuse_later_than(resumed["step"] if resumed else 0)
         optimizer = build_optimizer(model, config.optimizer)
@@ -76,7 +76,8 @@ def train(config: Config, world: World = ALONE) -> None:
         if resumed:
             state.load_state_dict(resumed)
         world.draw_apart(config.train.seed + state.step)
-        with open_logs(config, compute, folder, resumed) as log, StopRequest() as stop:
+        logs = open_logs(config, compute, folder, resumed)
+        with logs as log, StopRequest() as stop, checkpoints.saving(log.message):
             if world.is_first:
                 OmegaConf.save(OmegaConf.structured(config), folder / "config.yaml")
             log.message(describe(config, compute, state, tokens))
@@ -158,32 +159,47 @@ def loop(
                 metrics |= evaluate(model, state.model.config, config, compute, tokens)
                 if metrics["val/loss"] < state.best_loss:
                     state.best_loss = metrics["val/loss"]
-                    attempt(lambda: checkpoints.save_best(state.state_dict()), config, log)
+                    attempt(checkpoints, state, config, log, is_best=True)
         if metrics:
             log.log(state.step, state.step * tokens_per_step, metrics)
         if is_due(state.step, config.checkpoint.interval, settings.max_steps):
             with meter.excluded():
-                if saved := attempt(lambda: save(checkpoints, state), config, log):
+                if saved := attempt(checkpoints, state, config, log):
                     path, saved_step = saved, state.step
     if window:
         metrics = read_window(window, state, config, compute, checkpoints, watch, log)
         log.log(state.step, state.step * tokens_per_step, metrics)
-    return path if saved_step == state.step else save(checkpoints, state)
+    if saved_step != state.step:
+        return save(checkpoints, state)
+    checkpoints.settle()
+    return path
 
 
 def save(checkpoints: Checkpoints, state: TrainState) -> Path:
-    return checkpoints.save(state.step, state.state_dict())
+    """The checkpoint of the state, which is whole."""
+    path = checkpoints.save(state.step, state.state_dict())
+    checkpoints.settle()
+    return path
 
 
-def attempt(write: Callable[[], Path], config: Config, log: Loggers) -> Path | None:
-    """What `write` returns; None where the disk refused it and checkpoint.on_error=continue."""
-    try:
-        return write()
-    except CheckpointError as error:
-        if config.checkpoint.on_error == "stop":
-            raise
-        log.message(f"{error}; training goes on, as checkpoint.on_error=continue")
-        return None
+def attempt(
+    checkpoints: Checkpoints, state: TrainState, config: Config, log: Loggers, is_best: bool = False
+) -> Path | None:
+    """Saves the state, or begins to when the save before it is done; None where the disk refused it.
+
+    Raises:
+        CheckpointError: it refused this or the one before, and checkpoint.on_error=stop.
+    """
+    path = None
+    write = checkpoints.save_best if is_best else partial(checkpoints.save, state.step)
+    for act in (lambda: checkpoints.settle(before=state.step), lambda: write(state.state_dict())):
+        try:
+            path = act()
+        except CheckpointError as error:
+            if config.checkpoint.on_error == "stop":
+                raise
+            log.message(f"{error}; training goes on, as checkpoint.on_error=continue")
+    return path
 
 
 def is_due(step: int, interval: int, max_steps: int) -> bool:
@@ -387,7 +403,7 @@ def seed(settings: TrainConfig, compute: Compute) -> None:
 
 
 def load_resumed(config: Config, world: World) -> State | None:
-    """The checkpoint to continue, if any: the same for all processes."""
+    """The checkpoint to continue, if any: the same for all processes, tensors that are to be split left on the disk."""
     source = config.checkpoint.resume
     if source == "auto":
         if config.checkpoint.dir is None:
@@ -395,7 +411,17 @@ def load_resumed(config: Config, world: World) -> State | None:
                 "checkpoint.resume=auto needs the folder of earlier checkpoints; give checkpoint.dir=FOLDER"
             )
         source = world.from_first(config.checkpoint.dir if checkpoint.find(config.checkpoint.dir) else None)
-    return None if source is None else checkpoint.load(source, key="checkpoint.resume")
+    return None if source is None else checkpoint.load(source, key="checkpoint.resume", whole=not world.is_sharded)
+
+
+def open_checkpoints(folder: Path, config: Config, model: GPT2, world: World) -> Checkpoints:
+    """The run's checkpoints in `folder`: files, or folders of parts where the weights are split."""
+    options = {"keep": config.checkpoint.keep, "writes": world.is_first}
+    if not world.is_sharded:
+        return Checkpoints(folder, **options)
+    from trainer.sharded import ShardedCheckpoints  # DCP takes seconds to import
+
+    return ShardedCheckpoints(folder, model=model, timeout_s=config.train.timeout_s, **options)
 
 
 def build_model(config: Config, compute: Compute, tokens: TokenSet, resumed: State | None) -> GPT2:

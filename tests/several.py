@@ -5,11 +5,15 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from tests.e2e import at_call, python_path, train
-from trainer.checkpoint import Checkpoints
+from data.loader import TrainLoader
+from tests.e2e import at_call, largest_file, python_path, train
+from trainer import sharded
 
 SINGLE_NODE = ("--standalone",)
 
@@ -49,19 +53,68 @@ def train_on_two_nodes(processes: int, *runs: str) -> None:
         assert agent.returncode == 0, err
 
 
-def train_terminated(folder: str, *overrides: str) -> None:
-    """A run of which the second process alone gets SIGTERM, at its first evaluation."""
-    with pytest.MonkeyPatch.context() as patch:
-        if os.environ["RANK"] == "1":
-            terminate = at_call(1, lambda: os.kill(os.getpid(), signal.SIGTERM), Checkpoints.save_best)
-            patch.setattr(Checkpoints, "save_best", terminate)
-        assert train(folder, *overrides).code == 128 + signal.SIGTERM
+def terminated(patch: pytest.MonkeyPatch) -> None:
+    """The second process alone gets SIGTERM, when it is to save the best weights the first time."""
+    save_best = sharded.ShardedCheckpoints.save_best
+    if os.environ["RANK"] == "1":
+        terminate = at_call(1, lambda: os.kill(os.getpid(), signal.SIGTERM), save_best)
+        patch.setattr(sharded.ShardedCheckpoints, "save_best", terminate)
 
+
+def before_writing(patch: pytest.MonkeyPatch, step: int, act: Callable[[Callable], str]) -> None:
+    """`act` is called with what writes this process's part of the checkpoint of that step, and does it or not."""
+    write = sharded._write_part
+
+    def write_or_not(path: Path, *args):
+        is_due = path.parent.name == f"step-{step:08d}.partial"
+        return act(lambda: write(path, *args)) if is_due else write(path, *args)
+
+    patch.setattr(sharded, "_write_part", write_or_not)
+
+
+def slow(patch: pytest.MonkeyPatch) -> None:
+    """The checkpoint of step 2 is not written before the batches of step 4 are asked for."""
+    step_4 = threading.Event()
+    patch.setattr(TrainLoader, "next_batches", at_call(4, step_4.set, TrainLoader.next_batches))
+
+    def wait(write):
+        assert step_4.wait(timeout=30), "training stood still while a checkpoint was written"
+        return write()
+
+    before_writing(patch, 2, wait)
+
+
+def full_disk(patch: pytest.MonkeyPatch) -> None:
+    """The second process alone finds no room for its part of the checkpoint of step 4."""
+
+    def write_on_a_full_disk(write):
+        with largest_file(1000):
+            return write()
+
+    if os.environ["RANK"] == "1":
+        before_writing(patch, 4, write_on_a_full_disk)
+
+
+def killed(patch: pytest.MonkeyPatch) -> None:
+    """The second process is killed when it has written its part of the checkpoint of step 4, in its first life."""
+
+    def write_and_die(write):
+        write()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        before_writing(patch, 4, write_and_die)
+
+
+FAULTS = {"terminated": terminated, "slow": slow, "full": full_disk, "stopped": full_disk, "killed": killed}
 
 if __name__ == "__main__":
     for arguments in sys.argv[1:]:
-        folder, *overrides = arguments.split()
-        if folder == "terminated":
-            train_terminated(folder, *overrides)
-        else:
-            train(folder, *overrides).ok()
+        folder, *overrides = arguments.split()  # the folder's name says what is to go wrong
+        with pytest.MonkeyPatch.context() as patch:
+            FAULTS.get(folder, lambda _: None)(patch)
+            outcome = train(folder, *overrides)
+        if folder not in FAULTS:
+            outcome.ok()
+        if os.environ["RANK"] == "0":
+            Path(folder, "out.txt").write_text(f"{outcome.code}\n{outcome.out}{outcome.err}")

@@ -29,13 +29,13 @@ EACH_5 = ("train.max_steps=20", "checkpoint.interval=5", "checkpoint.dir=kept")
 
 def fill_disk_at(monkeypatch, *names: str) -> None:
     """The disk is full whenever a checkpoint of one of these names is written."""
-    write = checkpoint._write
+    write = checkpoint.write_file
 
     def write_on_a_full_disk(path, state):
         with largest_file(1000 if path.name in names else 2**40):
             write(path, state)
 
-    monkeypatch.setattr(checkpoint, "_write", write_on_a_full_disk)
+    monkeypatch.setattr(checkpoint, "write_file", write_on_a_full_disk)
 
 
 def test_full_disk_stops_the_run_with_the_checkpoint_to_continue(workplace, monkeypatch):

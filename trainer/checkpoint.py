@@ -1,14 +1,18 @@
 """Checkpoints: one file each, written whole or not at all, read without running any code from them.
 
 A file is torch's archive and after it a seal, the SHA-256 of the archive: readers of archives pass over it.
+
+Where weights are split over processes a checkpoint is a folder instead, written by trainer/sharded.py: one such file,
+rest.pt, with all but the weights and moments, and the checksums of the other files, which hold a part of those each.
 """
 
 import hashlib
 import os
 import random
 import re
-from collections.abc import Callable
-from contextlib import suppress
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,7 +23,9 @@ import torch
 from errors import UserError
 
 State = dict[str, Any]
-NAME = re.compile(r"step-(\d{8})\.pt")
+NAME = re.compile(r"step-(\d{8})(\.pt)?")
+REST = "rest.pt"  # of a folder: all that is not in its parts
+PARTS = "*.safetensors"
 SEAL = b"\nSHA-256:"  # before the digest
 SEAL_SIZE = len(SEAL) + hashlib.sha256().digest_size
 
@@ -37,14 +43,15 @@ class CheckpointConfig:
     interval: int = 100
     """Steps between two checkpoints; one more is written at the end."""
     keep: int = 2
-    """How many of the newest stay; the one with the best validation loss stays besides, as best.pt."""
+    """How many of the newest stay; the one with the best validation loss stays besides, as best.pt (as best, where
+    weights are split)."""
     resume: str | None = None
     """null starts afresh; auto continues the newest in checkpoint.dir, or starts where there is none; else a path. Of a
     folder the newest that is whole is taken."""
     on_error: str = "stop"
     """When the disk takes no checkpoint: stop, or continue until the next; without the last one a run stops as well."""
     load: str | None = None
-    """For eval_only: a checkpoint file, a run's folder, or a Hugging Face GPT-2 (folder or hub id). `checkpoint=...` on
+    """For eval_only: a checkpoint, a run's folder, or a Hugging Face GPT-2 (folder or hub id). `checkpoint=...` on
     the command line is short for it."""
 
     def __post_init__(self):
@@ -61,13 +68,25 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int, writes: bool = True):
         self.folder, self.keep, self.writes = folder, keep, writes
 
+    @contextmanager
+    def saving(self, tell: Callable[[str], None]) -> Iterator[None]:
+        """Context of all saves, at whose end none is under way; `tell` is told of those that end beside training."""
+        yield
+
+    def settle(self, before: int | None = None) -> None:
+        """Waits for the save that is under way, but not for one of the step `before`.
+
+        Raises:
+            CheckpointError: the disk refused it, as by `save`.
+        """
+
     def refuse_later_than(self, step: int) -> None:
         """A run that starts after `step` steps must not mix its checkpoints with later ones of another run.
 
         Raises:
             UserError: the folder holds a whole checkpoint of a later step.
         """
-        later = next((path for path in candidates(self.folder) if _step(path) > step and not _damage(path)), None)
+        later = next((path for path in candidates(self.folder) if _step(path) > step and _is_whole(path)), None)
         if later is not None:
             raise UserError(
                 f"{later} is of a later step than the {step} this run starts from; continue it with "
@@ -91,30 +110,39 @@ class Checkpoints:
         if not self.writes:
             return path
         self._write(path, state)
+        self.prune(step)
+        return path
+
+    def prune(self, step: int) -> None:
+        """Deletes what `step`, which was just saved, makes outdated, and what killed runs have left half-written."""
+        best = (self.folder / "best").resolve()  # a link to one of the folders
         outdated = [old for old in _all(self.folder) if _step(old) <= step][: -self.keep]
         for old in (*outdated, *self.folder.glob("*.partial")):
-            old.unlink()
-        return path
+            if old.resolve() != best:
+                _remove(old)
 
     def save_best(self, state: State) -> Path:
         """Replaces best.pt. Raises CheckpointError as `save` does."""
         path = self.folder / "best.pt"
         if self.writes:
             self._write(path, state)
+            (self.folder / "best").unlink(missing_ok=True)  # of a run whose weights were split
         return path
 
     def _write(self, path: Path, state: State) -> None:
         try:
-            _write(path, state)
+            write_file(path, state)
         except OSError as error:
-            newest = find(self.folder)
-            earlier = f"continue with checkpoint.resume={newest}" if newest else "start again: there is no earlier one"
-            raise CheckpointError(
-                f"{path} could not be written ({error.strerror or error}); make room, and {earlier}"
-            ) from error
+            raise self.refusal(path, error) from error
+
+    def refusal(self, path: Path, error: OSError) -> CheckpointError:
+        """What to raise when the disk did not take `path`."""
+        newest = find(self.folder)
+        earlier = f"continue with checkpoint.resume={newest}" if newest else "start again: there is no earlier one"
+        return CheckpointError(f"{path} could not be written ({error.strerror or error}); make room, and {earlier}")
 
 
-def _write(path: Path, state: State) -> None:
+def write_file(path: Path, state: State) -> None:
     """Under another name first, and to the disk, so that a kill or a full disk leaves the old file or the new one."""
     partial = path.with_suffix(".partial")
     try:
@@ -133,6 +161,21 @@ def _write(path: Path, state: State) -> None:
         raise
 
 
+def put_aside(folder: Path) -> Path:
+    """Takes a checkpoint its name, by which it counts as one; what is left goes when the next is saved."""
+    aside = folder.with_name(f"{folder.name}.old.partial")
+    shutil.rmtree(aside, ignore_errors=True)
+    return folder.rename(aside)
+
+
+def _remove(path: Path) -> None:
+    """Deletes a checkpoint, of which a kill leaves the whole or nothing that counts as one."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+    else:
+        shutil.rmtree(path if path.suffix == ".partial" else put_aside(path))
+
+
 def _digest(file: BinaryIO, size: int) -> bytes:
     """SHA-256 of the first `size` bytes; the file stands after them."""
     digest = hashlib.sha256()
@@ -145,6 +188,8 @@ def _digest(file: BinaryIO, size: int) -> bytes:
 
 def _damage(path: Path) -> str | None:
     """What is wrong with a file, by its seal; None where it is as it was written."""
+    if not path.is_file():
+        return "it is missing"
     with open(path, "rb") as file:
         size = max(0, path.stat().st_size - SEAL_SIZE)
         digest, seal = _digest(file, size), file.read()
@@ -153,8 +198,49 @@ def _damage(path: Path) -> str | None:
     return None if seal == SEAL + digest else "its checksum does not match, so it was damaged"
 
 
+def _check(path: Path) -> State:
+    """What a checkpoint's one file, or rest.pt of its folder, holds.
+
+    Raises:
+        CheckpointError: that file, or a part of the folder, is not as it was written, or not of this trainer.
+    """
+    if not path.is_dir():
+        return _read_file(path)
+    state = _read_file(path / REST)
+    parts = state.get("parts")
+    if not isinstance(parts, dict):
+        raise CheckpointError(f"{path} is not a checkpoint of this trainer")
+    for name in sorted({*parts, *(part.name for part in path.glob(PARTS))}):
+        if damage := _damage_of_part(path / name, parts.get(name)):
+            raise CheckpointError(f"{path} is no readable checkpoint ({name} {damage})")
+    return state
+
+
+def _damage_of_part(path: Path, digest: str | None) -> str | None:
+    """What is wrong with a part of a folder, by its checksum; None where it is as it was written."""
+    if digest is None:
+        return "does not belong to it"
+    if not path.is_file():
+        return "is missing"
+    with open(path, "rb") as file:
+        matches = hashlib.file_digest(file, "sha256").hexdigest() == digest
+    return None if matches else "does not match its checksum, so it was damaged"
+
+
+def _is_whole(path: Path) -> bool:
+    if path.is_file():
+        return not _damage(path)
+    try:
+        _check(path)
+    except CheckpointError:
+        return False
+    return True
+
+
 def _all(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("step-*.pt") if NAME.fullmatch(path.name))
+    """The folder's checkpoints by step: files that end in .pt, and folders that do not."""
+    named = (path for path in folder.glob("step-*") if NAME.fullmatch(path.name))
+    return sorted(path for path in named if path.is_dir() == (path.suffix == ""))
 
 
 def _step(path: Path) -> int:
@@ -162,9 +248,11 @@ def _step(path: Path) -> int:
 
 
 def candidates(source: str | Path) -> list[Path]:
-    """A checkpoint file itself, or those in a folder or in its `checkpoints`, the newest first; none where none is."""
+    """A checkpoint itself, or those in a folder or in its `checkpoints`, the newest first; none where none is."""
     source = Path(source)
-    if source.is_file():
+    if source.name == REST:
+        source = source.parent
+    if source.is_file() or (source / REST).is_file() or (source.is_dir() and NAME.fullmatch(source.name)):
         return [source]
     return next((found[::-1] for folder in (source, source / "checkpoints") if (found := _all(folder))), [])
 
@@ -174,10 +262,12 @@ def find(source: str | Path) -> Path | None:
     return next(iter(candidates(source)), None)
 
 
-def load(source: str | Path, key: str = "checkpoint", tell: Callable[[str], None] = print) -> State:
-    """The state in a checkpoint file or in the newest whole one of a folder, on the CPU.
+def load(source: str | Path, key: str = "checkpoint", tell: Callable[[str], None] = print, whole: bool = True) -> State:
+    """The state in a checkpoint or in the newest whole one of a folder, on the CPU.
 
-    `key` names the setting in messages, and `tell` is told which newer ones were passed over.
+    `key` names the setting in messages, and `tell` is told which newer ones were passed over. Without `whole`, weights
+    and moments that lie in parts stay there, and the state has their "folder": load_state_dict of a TrainState reads of
+    them what its process is to hold.
 
     Raises:
         UserError: there is none, or none that is whole.
@@ -185,7 +275,7 @@ def load(source: str | Path, key: str = "checkpoint", tell: Callable[[str], None
     refused: list[CheckpointError] = []
     for path in candidates(source):
         try:
-            state = _read(path)
+            state = _read(path, whole)
         except CheckpointError as error:
             refused.append(error)
             continue
@@ -197,7 +287,19 @@ def load(source: str | Path, key: str = "checkpoint", tell: Callable[[str], None
     raise UserError(f"{key}={source} is neither a checkpoint nor a folder of them; give a step-*.pt or its folder")
 
 
-def _read(path: Path) -> State:
+def _read(path: Path, whole: bool) -> State:
+    state = _check(path)
+    if "parts" not in state:
+        return state
+    state |= {"folder": path}
+    if not whole:
+        return state
+    from trainer.sharded import read_parts  # DCP takes seconds to import
+
+    return read_parts(state)
+
+
+def _read_file(path: Path) -> State:
     if damage := _damage(path):
         raise CheckpointError(f"{path} is no readable checkpoint ({damage})")
     try:

@@ -178,8 +178,15 @@ def _meet(on_gpus: bool, timeout_s: int) -> None:
         return
     backend = "cpu:gloo,cuda:nccl" if on_gpus else "gloo"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpus else None
+    timeout = timedelta(seconds=timeout_s)
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), device_id=device)
+        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            # torchrun keeps its store for processes that it starts again, which must not find the addresses of the dead
+            # (pytorch/pytorch#135712). Those of other machines have the same count, if they ended too.
+            store = dist.PrefixStore(f"life {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+        options = {"store": store, "rank": rank, "world_size": size, "timeout": timeout, "device_id": device}
+        dist.init_process_group(backend, **options)
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         raise UserError(
             f"process {os.environ['RANK']} did not meet all {os.environ['WORLD_SIZE']} at {os.environ['MASTER_ADDR']}:"

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_map
 
 from errors import UserError
 from model.gpt2 import GPT2
@@ -63,29 +62,14 @@ def synchronise_gradients(model: nn.Module, wanted: bool) -> None:
             model.set_requires_gradient_sync(wanted)
 
 
-def whole(state: State) -> State:
-    """The state with tensors that are split put together, on the CPU of the first process; all must take part."""
-    if not dist.is_initialized():
-        return state
-    from torch.distributed.tensor import DTensor
-
-    return tree_map(lambda x: _gather(x) if isinstance(x, DTensor) else x, state)
-
-
-def _gather(x) -> Tensor | None:
-    """A DTensor put together, on the first process."""
-    full = x.full_tensor()
-    return full.cpu() if dist.get_rank() == 0 else None
-
-
 def split_weights(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Whole weights by name, split as those of the model are."""
+    """Weights by name, those that are whole split as those of the model are."""
     parameters = dict(model.named_parameters())
     return {name: _split_like(x, parameters[name]) for name, x in weights.items()}
 
 
 def split_moments(optimizer: torch.optim.Optimizer, state: State) -> State:
-    """An optimizer's state of whole tensors, its moments split as the optimizer's parameters are."""
+    """An optimizer's state, moments that are whole split as the optimizer's parameters are."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     moments = {
         i: {key: _split_like(x, parameters[i]) if x.ndim else x for key, x in of_one.items()}
@@ -99,7 +83,7 @@ def _split_like(x: Tensor, parameter: Tensor) -> Tensor:
         return x
     from torch.distributed.tensor import DTensor, distribute_tensor
 
-    if not isinstance(parameter, DTensor):
+    if not isinstance(parameter, DTensor) or isinstance(x, DTensor):
         return x
     mesh, placements = parameter.device_mesh, parameter.placements
     return distribute_tensor(x.to(parameter.device), mesh, placements, src_data_rank=None)  # each process has all of x

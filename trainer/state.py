@@ -8,7 +8,7 @@ from torch import nn
 from data.loader import TrainLoader
 from errors import UserError
 from trainer.checkpoint import State, rng_state, set_rng_state
-from trainer.parallel import split_moments, split_weights, whole
+from trainer.parallel import split_moments, split_weights
 
 
 @dataclass
@@ -30,11 +30,15 @@ class TrainState:
     """The settings of the run, to be read by whoever finds the checkpoint; a resumed run goes by its own."""
 
     def state_dict(self) -> State:
-        """Whole, on the first of several processes; all of them must ask for it."""
-        state = {
-            "model": self.model.state_dict(),
+        """Tensors as this process holds them: its parts, where they are split."""
+        weights = self.model.state_dict()  # first, as FSDP then puts away the parameters that it has gathered
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        groups = self.optimizer.param_groups
+        return {
+            "model": weights,
             "model_config": asdict(self.model.config),
             "optimizer": self.optimizer.state_dict(),
+            "parameters": [names[parameter] for group in groups for parameter in group["params"]],  # as it numbers them
             "scaler": self.scaler.state_dict(),
             "loader": self.loader.state_dict(),
             "config": self.config,
@@ -44,9 +48,13 @@ class TrainState:
             "skipped": self.skipped,
             "rng": rng_state(),
         }
-        return whole(state)
 
     def load_state_dict(self, state: State) -> None:
+        """Of a state whose tensors were left in their folder, reads those that this process is to hold."""
+        if "folder" in state:
+            from trainer.sharded import read_parts  # DCP takes seconds to import
+
+            state = read_parts(state, self.model)
         self.model.load_state_dict(split_weights(self.model, state["model"]))
         self.optimizer.load_state_dict(split_moments(self.optimizer, state["optimizer"]))
         self.scaler.load_state_dict(state["scaler"])

@@ -190,6 +190,22 @@ def test_the_newest_stay_and_the_best_besides(tmp_path):
     assert load(checkpoints.folder / "best.pt")["step"] == 1000
 
 
+def test_folders_go_as_files_do_and_the_one_that_best_links_to_stays(tmp_path):
+    """Those of runs whose weights were split, and which go on as files."""
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for name in ("step-00000010", "step-00000020", "step-00000030", "step-00000035.partial", "step-9.old.partial"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "part-00000.safetensors").write_bytes(b"")
+    (tmp_path / "best").symlink_to("step-00000010")
+    checkpoints.save(40, small(40))
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["best", "step-00000010", "step-00000030", "step-00000040.pt"]
+    checkpoints.save_best(small(40))
+    checkpoints.save(50, small(50))
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["best.pt", "step-00000040.pt", "step-00000050.pt"]
+
+
 def test_what_was_just_saved_stays_in_a_folder_that_has_later_steps(tmp_path):
     """A run that starts again, or goes back, in an old folder must not delete each of its own checkpoints at once."""
     old = Checkpoints(tmp_path, keep=2)
@@ -299,8 +315,10 @@ class Intruder:
     [torch.save, lambda state, path: path.write_bytes(pickle.dumps(state, protocol=2))],
     ids=["written by torch.save", "written by pickle"],
 )
-def test_code_in_a_checkpoint_is_refused_and_not_run(tmp_path, write):
-    path, folder = tmp_path / "step-00000001.pt", tmp_path / "intruded"
+@pytest.mark.parametrize("name", ["step-00000001.pt", "step-00000001/rest.pt"])
+def test_code_in_a_checkpoint_is_refused_and_not_run(tmp_path, write, name):
+    path, folder = tmp_path / name, tmp_path / "intruded"
+    path.parent.mkdir(exist_ok=True)
     write(small(rng=Intruder(folder)), path)
     with pytest.raises(UserError, match="no readable checkpoint .*Weights only load failed"):
         load(seal(path))

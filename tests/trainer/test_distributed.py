@@ -1,25 +1,28 @@
 """Several processes on one machine's CPU, joined by gloo: they train what one process trains."""
 
+import os
 import re
+import shutil
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from conf.schema import TrainConfig
 from errors import UserError
+from tests import several
 from tests.e2e import curve, load, rows, run, train, write_tokens
-from tests.several import ended, torchrun, train_on_two_nodes, train_together
+from tests.several import SINGLE_NODE, ended, torchrun, train_on_two_nodes, train_together
+from trainer import checkpoint
 from trainer.checkpoint import find
 from trainer.distributed import World, choose_parallel
 from trainer.parallel import shard
 from trainer.precision import Compute
 
 pytest_plugins = ["tests.e2e"]
-pytestmark = pytest.mark.xdist_group("several processes")  # its runs are launched once
-
 # 16 sequences a step, in micro-steps of 2; 13 windows of validation, which divide among no number of processes.
 GLOBAL = "train.batch_size=2 train.grad_accumulation=8 train.eval_tokens=416 train.eval_interval=3 train.max_steps=6"
 GLOBAL += " optimizer.grad_clip=0.5 checkpoint.interval=3"
@@ -35,7 +38,9 @@ def assert_same_curve(found: Path, expected: Path, after: int = 0) -> None:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
     """The folder of one run by one process and the same by several, in as few launches as can be."""
-    folder, resume = tmp_path_factory.mktemp("runs"), "checkpoint.resume={}/checkpoints/step-00000003.pt"
+    folder, resume = tmp_path_factory.mktemp("runs"), "checkpoint.resume={}/checkpoints/step-00000003"
+    after_fsdp = f"{GLOBAL} {resume.format('fsdp')}"
+    each_2 = f"{GLOBAL} parallel=fsdp checkpoint.interval=2 train.eval_interval=6"
     write_tokens(folder / "tokens")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -43,20 +48,30 @@ def runs(tmp_path_factory) -> Path:
         train_together(
             2,
             f"ddp {GLOBAL}",
-            f"ddp_after_alone {GLOBAL} {resume.format('alone')}",
+            f"fsdp_after_alone {GLOBAL} parallel=fsdp {resume.format('alone')}.pt",
             f"fsdp {GLOBAL} parallel=fsdp train.activation_checkpointing=full",
-            f"terminated {GLOBAL} checkpoint.interval=100",
+            f"ddp_after_fsdp {after_fsdp}",
+            f"terminated {GLOBAL} parallel=fsdp checkpoint.interval=100",
+            f"slow {each_2}",
+            f"full {each_2} checkpoint.on_error=continue",
+            f"stopped {each_2}",
         )
         train_on_two_nodes(
-            2, f"four {GLOBAL}", f"hsdp_after_fsdp {GLOBAL} parallel=hsdp {resume.format('fsdp')} train.sample_tokens=5"
+            2,
+            f"four {GLOBAL}",
+            f"fsdp_after_fsdp {after_fsdp} parallel=fsdp",
+            f"hsdp_after_fsdp {after_fsdp} parallel=hsdp train.sample_tokens=5",
         )
-        train("alone_after_fsdp", *GLOBAL.split(), resume.format("fsdp")).ok()
+        train("alone_after_fsdp", *after_fsdp.split()).ok()
         yield folder
 
 
 @pytest.mark.parametrize(
     ("folder", "after"),
-    [("ddp", 0), ("fsdp", 0), ("four", 0), ("ddp_after_alone", 3), ("hsdp_after_fsdp", 3), ("alone_after_fsdp", 3)],
+    [
+        *(("ddp", 0), ("fsdp", 0), ("four", 0), ("fsdp_after_alone", 3), ("ddp_after_fsdp", 3)),
+        *(("fsdp_after_fsdp", 3), ("hsdp_after_fsdp", 3), ("alone_after_fsdp", 3)),
+    ],
 )
 def test_neither_the_number_of_processes_nor_the_way_they_share_the_work_changes_the_curve(runs, folder, after):
     assert_same_curve(runs / folder, runs / "alone", after)
@@ -71,8 +86,126 @@ def test_the_first_process_alone_logs_and_saves(runs):
 
 
 def test_a_signal_to_one_process_stops_all_after_the_same_step(runs):
+    """And they end when the checkpoint is whole, which is written beside training."""
     assert [step for step, *_ in curve(runs / "terminated")] == [1, 2, 3]
-    assert load(find(runs / "terminated"))["step"] == 3
+    assert checkpoint.load(runs / "terminated")["step"] == 3
+    code, *lines = (runs / "terminated" / "out.txt").read_text().splitlines()
+    path = find(runs / "terminated")
+    (saved,) = [number for number, line in enumerate(lines) if line.startswith(f"saved {path}, in ")]
+    assert code == "143" and saved < lines.index(f"SIGTERM after step 3; continue with checkpoint.resume={path}")
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(runs):
+    """Its writer waits for the step after the next; it is told when it is whole, and not before."""
+    code, *lines = (runs / "slow" / "out.txt").read_text().splitlines()
+    told = [line.split(",")[0] for line in lines if line.startswith(("step", "saved"))]
+    saved = told.index(f"saved {runs / 'slow' / 'checkpoints' / 'step-00000002'}")
+    assert code == "0" and [line[:8] for line in told[:saved]] == ["step 1/6", "step 2/6", "step 3/6"]
+    assert_same_curve(runs / "slow", runs / "full")
+
+
+@pytest.mark.parametrize(
+    ("folder", "expected", "goes_on", "left"),
+    [
+        (
+            "full",
+            "0",
+            "; training goes on, as checkpoint.on_error=continue",
+            ["best", "step-00000002", "step-00000006"],
+        ),
+        ("stopped", "2", "", ["step-00000002"]),
+    ],
+)
+def test_a_full_disk_of_one_process_is_told_and_leaves_the_earlier_checkpoint(runs, folder, expected, goes_on, left):
+    code, *lines = (runs / folder / "out.txt").read_text().splitlines()
+    (told,) = [line.removeprefix("error: ") for line in lines if "could not be written" in line]
+    kept = runs / folder / "checkpoints"
+    assert code == expected and told == (
+        f"{kept}/step-00000004 could not be written (File too large); make room, and continue with "
+        f"checkpoint.resume={kept}/step-00000002{goes_on}"
+    )
+    assert sorted(path.name for path in kept.iterdir()) == left
+
+
+@pytest.fixture(scope="module")
+def as_file(runs) -> Path:
+    """The folder of a run by one process that continued the end of `fsdp`, and so only wrote it as a file."""
+    train("as_file", *GLOBAL.split(), f"checkpoint.resume={find('fsdp')}").ok()
+    return runs / "as_file"
+
+
+def test_split_weights_are_those_of_a_file(runs, as_file):
+    """Both those of two processes and those of four, which hold each part twice."""
+    ours, theirs = checkpoint.load(runs / "fsdp"), load(find(as_file))
+    for key in ("model", "optimizer"):
+        torch.testing.assert_close(ours[key], theirs[key], rtol=0, atol=0)
+    assert ours.keys() == theirs.keys()
+    ours, theirs = checkpoint.load(runs / "hsdp_after_fsdp"), load(find(runs / "alone"))
+    torch.testing.assert_close(ours["model"], theirs["model"], rtol=1e-3, atol=1e-5)
+
+
+def test_split_weights_are_exported_and_sampled(runs, as_file, tmp_path):
+    exported = []
+    for source in (runs / "fsdp", as_file):
+        run("export.py", f"checkpoint={source}", f"to={tmp_path / source.name}").ok()
+        exported.append(load_file(tmp_path / source.name / "model.safetensors"))
+    torch.testing.assert_close(*exported, rtol=0, atol=0)
+    run("sample.py", f"checkpoint={runs / 'fsdp/checkpoints/best'}", "prompt=1 + ", "max_tokens=3", "device=cpu").ok()
+
+
+def test_a_later_step_in_parts_is_not_mixed_with_a_new_run(runs):
+    refused = train("new", "checkpoint.dir=fsdp/checkpoints")
+    assert refused.code == 2 and "fsdp/checkpoints/step-00000006 is of a later step than the 0" in refused.err
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1000] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (lambda newest: flip(newest / "part-00001.safetensors"), "part-00001.safetensors does not match its checksum"),
+        (lambda newest: os.truncate(newest / "part-00000.safetensors", 9), "part-00000.safetensors does not match"),
+        (lambda newest: (newest / "part-00001.safetensors").unlink(), "part-00001.safetensors is missing"),
+        (
+            lambda newest: shutil.copy(newest / "part-00001.safetensors", newest / "more.safetensors"),
+            "more.safetensors",
+        ),
+        (lambda newest: (newest / "rest.pt").unlink(), "rest.pt is no readable checkpoint .it is missing"),
+        (lambda newest: flip(newest / "rest.pt"), "rest.pt is no readable checkpoint .*checksum"),
+        (lambda newest: shutil.copy(find("alone"), newest / "rest.pt"), "is not a checkpoint of this trainer"),
+        (
+            lambda newest: shutil.copy("hsdp_after_fsdp/checkpoints/step-00000006/part-00000.safetensors", newest),
+            "part-00000.safetensors does not match",
+        ),
+    ],
+    ids=["flipped", "cut", "missing", "one more", "no rest", "rest flipped", "rest of a file", "of another run"],
+)
+def test_a_damaged_part_is_refused_by_name_and_the_checkpoint_before_is_taken(runs, tmp_path, damage, sentence):
+    shutil.copytree("fsdp/checkpoints", tmp_path, symlinks=True, dirs_exist_ok=True)
+    newest, before = tmp_path / "step-00000006", tmp_path / "step-00000003"
+    damage(newest)
+    with pytest.raises(UserError, match=f"{newest}.*{sentence}"):
+        checkpoint.load(newest)
+    told = []
+    assert checkpoint.load(tmp_path, tell=told.append)["step"] == 3
+    (line,) = told
+    assert re.search(f"{newest}.*{sentence}", line) and line.endswith(f"{before} is taken instead")
+
+
+def test_a_killed_process_is_started_again_and_nothing_is_lost(runs):
+    """It is killed while it writes a checkpoint; that goes, and the one before is continued, by torchrun alone."""
+    each_2 = f"{GLOBAL} parallel=fsdp checkpoint.interval=2 checkpoint.dir=kept checkpoint.resume=auto"
+    job = torchrun(2, several.__file__, f"killed {each_2}", options=(*SINGLE_NODE, "--max-restarts=1"))
+    _, err = ended(job)
+    assert job.returncode == 0, err
+    assert "Signal 9 (SIGKILL)" in err or "exitcode: -9" in err, err
+    assert "continuing after step 3," in (runs / "killed" / "out.txt").read_text()
+    assert_same_curve(runs / "killed", runs / "alone")
+    assert sorted(path.name for path in (runs / "kept").iterdir()) == ["best", "step-00000004", "step-00000006"]
 
 
 @pytest.mark.parametrize(
