@@ -143,22 +143,34 @@ class Checkpoints:
 
 
 def write_file(path: Path, state: State) -> None:
-    """Under another name first, and to the disk, so that a kill or a full disk leaves the old file or the new one."""
+    """Under another name first, and to the disk, so that a kill or a full disk leaves the old file or the new one.
+
+    Given a path, not an open file, torch writes without holding the interpreter's lock, which a save beside training
+    would take from it.
+    """
     partial = path.with_suffix(".partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(partial, "w+b") as file:
-            torch.save(state, file)
-            file.write(SEAL + _digest(file, file.tell()))
+        try:
+            torch.save(state, partial)
+        except RuntimeError:
+            _ask_disk(partial)
+            raise
+        with open(partial, "r+b") as file:
+            file.write(SEAL + _digest(file, partial.stat().st_size))
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
-    except BaseException as error:
+    except BaseException:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
-        if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):  # torch.save hides the disk's
-            raise error.__context__ from None
         raise
+
+
+def _ask_disk(partial: Path) -> None:
+    """Raises the OSError for which a file was not written whole: torch's own error does not say."""
+    with open(partial, "ab") as file:
+        file.write(bytes(2**20))
 
 
 def put_aside(folder: Path) -> Path:
