@@ -98,6 +98,9 @@ class Checkpoints:
         found = candidates(self.folder)
         return next((path for path in found if _step(path) < step), found[-1] if found else None)
 
+    def path_of(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}.pt"
+
     def save(self, step: int, state: State) -> Path:
         """Writes the state after `step` steps, then deletes all older ones but the newest `keep` - 1.
 
@@ -106,7 +109,7 @@ class Checkpoints:
         Raises:
             CheckpointError: the disk refused it; all earlier ones are as they were.
         """
-        path = self.folder / f"step-{step:08d}.pt"
+        path = self.path_of(step)
         if not self.writes:
             return path
         self._write(path, state)

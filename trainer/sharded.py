@@ -14,11 +14,8 @@ import hashlib
 import json
 import os
 import shutil
-import time
 import warnings
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from datetime import timedelta
 from itertools import product
 from pathlib import Path
@@ -30,61 +27,29 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
-from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map
 
-from trainer.checkpoint import REST, CheckpointError, Checkpoints, State, put_aside, write_file
+from trainer.background import KINDS, BackgroundCheckpoints, join_state, local
+from trainer.checkpoint import REST, CheckpointError, State, put_aside, write_file
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-KINDS = ("model", *(f"optimizer.{moment}" for moment in MOMENTS))  # of tensors, before the name of their parameter
 DTYPES = {torch.float32: "F32"}  # the only one that weights and moments are kept in
 
 
-class ShardedCheckpoints(Checkpoints):
+class ShardedCheckpoints(BackgroundCheckpoints):
     """The checkpoints of a run whose weights are split: step-00000100, ..., and best, a link to one of them.
 
-    All processes call every method, in the same order. A save returns when the process's part is copied to the host's
-    memory, which is set aside once and must hold weights and moments of the part; a thread writes it from there. One
-    save is under way at a time, the next waits for it and raises what went wrong, in all processes alike.
+    All processes call every method, in the same order; what goes wrong in one is raised in all alike.
     """
 
     def __init__(self, folder: Path, keep: int, writes: bool, model: nn.Module, timeout_s: int):
-        super().__init__(folder, keep, writes)
-        self._tell: Callable[[str], None] = print
-        self._saved: int | None = None  # the step under way, or else the last one that is whole
-        self._under_way: Future | None = None
+        super().__init__(folder, keep, writes, model)
         # Its own group: the thread's messages must not mix with those of training, nor go through NCCL.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        parts = {name: _local(parameter.detach()) for name, parameter in model.named_parameters()}
-        self._host = {  # for a GPU's part pinned, which takes a second for some GiB, and so is done before training
-            f"{kind}.{name}": torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda)
-            for kind, (name, part) in product(KINDS, parts.items())
-        }
 
-    @contextmanager
-    def saving(self, tell: Callable[[str], None]) -> Iterator[None]:
-        """As there; an error inside is what is raised at the end, and not that of a save."""
-        self._tell = tell
-        try:
-            yield
-            self.settle()
-        except BaseException:
-            with suppress(Exception):
-                self.settle()
-            raise
-        finally:
-            self._thread.shutdown()
+    def _parts(self, model: nn.Module) -> dict[str, Tensor]:
+        return {name: local(parameter.detach()) for name, parameter in model.named_parameters()}
 
-    def settle(self, before: int | None = None) -> None:
-        if self._under_way is None or (before is not None and before == self._saved):
-            return
-        under_way, self._under_way = self._under_way, None
-        try:
-            under_way.result()
-        except BaseException:
-            self._saved = None
-            raise
+    def path_of(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}"
 
     def save(self, step: int, state: State) -> Path:
         """Begins to write the state after `step` steps, unless that is done or under way.
@@ -94,41 +59,31 @@ class ShardedCheckpoints(Checkpoints):
         Raises:
             CheckpointError: the disk refused the one before.
         """
-        path = self.folder / f"step-{step:08d}"
-        if step != self._saved:
-            self._begin(path, state, is_best=False)
+        path = self.path_of(step)
+        if (tensors := self._copy(state)) is not None:
+            self._submit(path, lambda: self._write(path, tensors, is_best=False))
         return path
 
     def save_best(self, state: State) -> Path:
         """The same, with `best` a link to it when it is whole."""
-        path = self.folder / f"step-{state['step']:08d}"
-        self._begin(path, state, is_best=True)
+        path = self.path_of(state["step"])
+        self.settle()
+        self._copied = None  # it is written anew, if it was saved before it was known to be the best
+        tensors = self._copy(state)
+        self._submit(path, lambda: self._write(path, tensors, is_best=True))
         return path
 
-    def _begin(self, path: Path, state: State, is_best: bool) -> None:
-        """Copies this process's part, for which training waits, and leaves the rest to the thread."""
-        self.settle()
-        self._saved = state["step"]
-        rest, tensors = _split(state)
-        rest = tree_map(lambda x: x.to("cpu", copy=True) if isinstance(x, Tensor) else x, rest) if self.writes else {}
-        parts = {key: _local(x) for key, x in tensors.items()}
-        for key, part in parts.items():
-            self._host[key].copy_(part, non_blocking=True)
-        if any(part.is_cuda for part in parts.values()):
-            torch.cuda.current_stream().synchronize()
-        self._under_way = self._thread.submit(self._write, path, rest, tensors, is_best)
-
-    def _write(self, path: Path, rest: State, tensors: dict[str, Tensor], is_best: bool) -> None:
+    def _write(self, path: Path, tensors: dict[str, Tensor], is_best: bool) -> None:
         """What the thread does: all parts, then the rest, then the name by which it counts as a checkpoint.
 
         Of `tensors` only their split is looked at, not what they hold by now.
         """
-        began, partial = time.monotonic(), path.with_suffix(".partial")
+        partial = path.with_suffix(".partial")
 
         def finish(parts: dict[str, str]) -> None:
-            write_file(partial / REST, rest | {"parts": parts})
+            write_file(partial / REST, self._rest | {"parts": parts})
             self._name(partial, path, is_best)
-            self.prune(rest["step"])
+            self.prune(self._rest["step"])
 
         writer = _Writer(partial, self._host, finish)
         try:
@@ -139,7 +94,6 @@ class ShardedCheckpoints(Checkpoints):
             failures = [failure for failure, _ in error.failures.values()]
             disk = next((failure for failure in failures if isinstance(failure, OSError)), None)
             raise failures[0] if disk is None else self.refusal(path, disk) from error
-        self._tell(f"saved {path}, in {time.monotonic() - began:.1f} s beside training")
 
     def _name(self, partial: Path, path: Path, is_best: bool) -> None:
         """Gives what is whole the name of a checkpoint."""
@@ -218,21 +172,6 @@ def _write_part(path: Path, items: list[WriteItem], host: dict[str, Tensor]) -> 
     return digest.hexdigest()
 
 
-def _local(x: Tensor) -> Tensor:
-    """What this process holds of a tensor."""
-    return x.to_local() if isinstance(x, DTensor) else x
-
-
-def _split(state: State) -> tuple[State, dict[str, Tensor]]:
-    """A run's state without its weights and moments, and those, by keys such as optimizer.exp_avg.wte.weight."""
-    names, optimizer = state["parameters"], state["optimizer"]
-    tensors = {f"model.{name}": x for name, x in state["model"].items()}
-    for i, of_one in optimizer["state"].items():
-        tensors |= {f"optimizer.{moment}.{names[i]}": of_one[moment] for moment in MOMENTS}
-    scalars = {i: {k: x for k, x in of_one.items() if k not in MOMENTS} for i, of_one in optimizer["state"].items()}
-    return state | {"model": {}, "optimizer": optimizer | {"state": scalars}}, tensors
-
-
 def read_parts(state: State, model: nn.Module | None = None) -> State:
     """The state that checkpoint.load gives without `whole`, with the tensors from its folder.
 
@@ -255,18 +194,7 @@ def read_parts(state: State, model: nn.Module | None = None) -> State:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that no process is asked what it reads
             dcp.load(tensors, storage_reader=reader, no_dist=True)
-        return _joined(state, tensors)
+        whole = join_state(state, tensors)
     except (Exception, CheckpointException) as error:
         raise CheckpointError(f"{folder} is no readable checkpoint ({str(error).splitlines()[0]})") from error
-
-
-def _joined(state: State, tensors: dict[str, Tensor]) -> State:
-    """What _split took apart."""
-    names, optimizer = state["parameters"], state["optimizer"]
-    moments = {
-        i: scalars | {moment: tensors[f"optimizer.{moment}.{names[i]}"] for moment in MOMENTS}
-        for i, scalars in optimizer["state"].items()
-    }
-    weights = {name: tensors[f"model.{name}"] for name in names}
-    whole = state | {"model": weights, "optimizer": optimizer | {"state": moments}}
     return {key: value for key, value in whole.items() if key not in ("folder", "parts")}
