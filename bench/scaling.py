@@ -3,12 +3,14 @@
 The micro-batch of each GPU stays, so that the work grows with their number. torchrun starts this module anew for every
 row: each process takes train.py's own steps on random tokens, and the first of them times them, by the clock of
 training, from the third on. `linear` is the speed over that of one GPU times their number, where ddp's one GPU trains
-without it, as train.py does; `peak_gib` is the first GPU's.
+without it, as train.py does; `peak_gib` is the first GPU's. With --checkpoints one is saved at the end: `stall_s` is
+what a step waits for it, `saved_s` what passes until it is whole.
 """
 
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -25,7 +27,7 @@ from rich.table import Table
 import train
 from bench.attention import output_file, positive, results_folder, write
 from bench.environment import ROOT, environment
-from bench.trainers import DTYPE, Cell, Trainer, ours
+from bench.trainers import DTYPE, Cell, Job, Trainer, ours
 from errors import UserError
 from trainer.distributed import World, join
 from trainer.precision import Compute
@@ -97,7 +99,25 @@ def measure(cell: Cell, arguments: argparse.Namespace, world: World) -> dict:
         for key in ("tokens_per_second", "tflops", "mfu")
     }
     samples = [window["perf/tokens_per_second"] for window in windows]
-    return medians | {"peak_gib": peak, "first_step_s": first_step_s, "samples": samples}
+    saved = time_checkpoint(job, arguments.checkpoints, compute) if arguments.checkpoints else {}
+    return medians | {"peak_gib": peak, "first_step_s": first_step_s, "samples": samples} | saved
+
+
+def time_checkpoint(job: Job, folder: Path, compute: Compute) -> dict[str, float]:
+    """Saves one below `folder`, as train.py does, and deletes it: seconds that a step waits, and until it is whole."""
+    folder = Path(compute.world.from_first(tempfile.mkdtemp(dir=folder) if compute.world.is_first else None))
+    checkpoints = train.open_checkpoints(folder, 1, job.model, compute, TIMEOUT_S)
+    if compute.device.type == "cuda":
+        torch.cuda.synchronize()
+    with checkpoints.saving(lambda text: None):
+        began = time.perf_counter()
+        checkpoints.save(job.state.step, job.state.state_dict())
+        stall_s = time.perf_counter() - began
+        checkpoints.settle()
+        saved_s = time.perf_counter() - began
+    if compute.world.is_first:
+        shutil.rmtree(folder)
+    return {"stall_s": stall_s, "saved_s": saved_s}
 
 
 def row_of(scaling: Scaling, gpus: int, arguments: argparse.Namespace) -> dict:
@@ -105,13 +125,24 @@ def row_of(scaling: Scaling, gpus: int, arguments: argparse.Namespace) -> dict:
     cell = scaling.cell
     row = {"trainer": "ours", "model": cell.model, "context_length": cell.context_length, "batch_size": cell.batches[0]}
     row |= {"attention": "flash2", "compiled": arguments.device == "cuda", "parallel": scaling.parallel, "gpus": gpus}
-    unknown = ("tokens_per_second", "tflops", "mfu", "peak_gib", "first_step_s", "linear", "message")
+    unknown = (
+        "tokens_per_second",
+        "tflops",
+        "mfu",
+        "peak_gib",
+        "first_step_s",
+        "linear",
+        "stall_s",
+        "saved_s",
+        "message",
+    )
     row |= dict.fromkeys(unknown)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "row.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}"]
         command += ["-m", "bench.scaling", f"--process-of={scaling}", f"--device={arguments.device}"]
         command += [f"--steps={arguments.steps}", f"--rounds={arguments.rounds}", f"--out={out}"]
+        command += [f"--checkpoints={arguments.checkpoints.absolute()}"] if arguments.checkpoints else []
         ended = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, **PIPES)
         if ended.returncode == 0:
             return row | json.loads(out.read_text()) | {"status": "ok"}
@@ -134,13 +165,14 @@ def add_linear(rows: list[dict]) -> None:
 
 def show(rows: list[dict]) -> None:
     table = Table(title="training on several GPUs")
-    for column in ("model", "context", "parallel", "GPUs", "tokens/s", "of linear", "TFLOP/s", "GiB"):
+    for column in ("model", "context", "parallel", "GPUs", "tokens/s", "of linear", "TFLOP/s", "GiB", "stall"):
         table.add_column(column, justify="left" if column in ("model", "parallel") else "right")
     for row in rows:
-        speeds = [row["status"], "", "", ""]
+        speeds = [row["status"], "", "", "", ""]
         if row["status"] == "ok":
             linear = f"{row['linear']:.1%}" if row["linear"] else "-"
             speeds = [f"{row['tokens_per_second']:,.0f}", linear, f"{row['tflops']:.0f}", f"{row['peak_gib']:.1f}"]
+            speeds.append(f"{row['stall_s']:.2f} s" if row["stall_s"] is not None else "-")
         table.add_row(row["model"], f"{row['context_length']:,}", row["parallel"], str(row["gpus"]), *speeds)
     Console(width=100).print(table)
 
@@ -156,6 +188,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--gpus", default="1,2,4,8", help="how many, separated by commas (1,2,4,8)")
     add("--steps", type=positive, default=10, help="of a sample (10)")
     add("--rounds", type=positive, default=5, help="samples of a row (5)")
+    add("--checkpoints", type=Path, metavar="FOLDER", help="save one checkpoint a row there, and time it")
     add("--device", default="cuda", help="cpu tries everything out without a GPU")
     add("--gpu", help="folder under bench/results; by default made of the device's name and the most GPUs: h200x8")
     add("--out", type=output_file, help="file to write instead of bench/results/<gpu>/scaling.json")
@@ -179,6 +212,8 @@ def run(arguments: argparse.Namespace) -> None:
     for name in names:
         if name not in CELLS:
             raise UserError(f"--cells {name} is unknown; choose among {', '.join(CELLS)}")
+    if arguments.checkpoints and not arguments.checkpoints.is_dir():
+        raise UserError(f"--checkpoints {arguments.checkpoints} is no folder; make it, or name another")
     if arguments.device == "cpu" and not arguments.out:
         raise UserError("--device cpu only tries things out; name a file for its rows by --out")
     if arguments.device == "cuda" and max(counts) > torch.cuda.device_count():

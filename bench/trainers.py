@@ -72,6 +72,8 @@ class Job:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     step: Callable[[int], object]
+    state: TrainState | None = None
+    """Of ours, what its checkpoints hold."""
     parked: list[tuple[torch.UntypedStorage, int]] = field(default_factory=list)
 
     def park(self) -> None:
@@ -122,6 +124,9 @@ class Tokens:
     def next_batches(self, count: int) -> list[tuple[Tensor, Tensor]]:
         return [tokens(self.batch, self.context_length, self.device)] * count
 
+    def state_dict(self) -> dict:
+        return {}
+
 
 def ours(
     cell: Cell,
@@ -157,7 +162,7 @@ def ours(
         state.step += 1
         return result
 
-    return Job(model, optimizer, step)
+    return Job(model, optimizer, step, state)
 
 
 def _peer(model: nn.Module, loss_of: Callable, cell: Cell, trainer: Trainer, device: str) -> Job:

@@ -16,9 +16,11 @@ def test_a_row_of_two_processes(tmp_path, monkeypatch):
     monkeypatch.setitem(scaling.CELLS, "gpt2-nano_0k_fsdp", tiny)
     out = tmp_path / "scaling.json"
     settings = ["--cells=gpt2-nano_0k_fsdp", "--gpus=2", "--steps=1", "--rounds=2", "--device=cpu", f"--out={out}"]
+    settings.append(f"--checkpoints={tmp_path}")
     scaling.run(scaling.parse(settings))
     (row,) = json.loads(out.read_text())["rows"]
     assert (row["status"], row["message"], row["gpus"], row["linear"]) == ("ok", None, 2, None)
+    assert 0 < row["stall_s"] <= row["saved_s"] and list(tmp_path.iterdir()) == [out]
     assert len(row["samples"]) == 2 and row["peak_gib"] > 0 and row["tflops"] > 0 and row["mfu"] is None
 
 
@@ -38,6 +40,7 @@ def test_the_error_of_a_process_is_what_a_failed_row_tells():
     ("given", "sentence"),
     [
         (["--cells=gpt5"], "--cells gpt5 is unknown"),
+        (["--checkpoints=nowhere"], "--checkpoints nowhere is no folder; make it"),
         (["--gpus=64"], "--gpus 64, but torch sees"),
         (["--device=cpu"], "name a file for its rows by --out"),
     ],
