@@ -27,7 +27,7 @@ from model.huggingface import find_pretrained, load_pretrained, read_config
 from trainer import checkpoint
 from trainer.anomalies import IN_A_ROW, Watch, read_record
 from trainer.background import BackgroundCheckpoints
-from trainer.checkpoint import CheckpointError, Checkpoints, State
+from trainer.checkpoint import CheckpointConfig, CheckpointError, Checkpoints, State
 from trainer.distributed import ALONE, World, join, started
 from trainer.evaluation import score
 from trainer.flops import model_flops_per_token, peak_flops
@@ -69,7 +69,7 @@ def train(config: Config, world: World = ALONE) -> None:
     writes_to = {folder: "hydra.run.dir", where: "checkpoint.dir"} if world.is_first else {}
     seed(config.train, compute)
     model = shard(build_model(config, compute, tokens, resumed), compute, config.train.reshard_after_forward)
-    checkpoints = open_checkpoints(where, config.checkpoint.keep, model, compute, config.train.timeout_s)
+    checkpoints = open_checkpoints(where, config.checkpoint, model, compute, config.train.timeout_s)
     with build_loader(config, compute, tokens, model) as loader, claimed(writes_to):
         checkpoints.refuse_later_than(resumed["step"] if resumed else 0)
         optimizer = build_optimizer(model, config.optimizer)
@@ -415,17 +415,17 @@ def load_resumed(config: Config, world: World) -> State | None:
     return None if source is None else checkpoint.load(source, key="checkpoint.resume", whole=not world.is_sharded)
 
 
-def open_checkpoints(folder: Path, keep: int, model: GPT2, compute: Compute, timeout_s: int) -> Checkpoints:
-    """The run's checkpoints in `folder`: files, or folders of parts where the weights are split.
-
-    Those, and a GPU's, are written beside training.
-    """
-    options = {"keep": keep, "writes": compute.world.is_first}
+def open_checkpoints(
+    folder: Path, settings: CheckpointConfig, model: GPT2, compute: Compute, timeout_s: int
+) -> Checkpoints:
+    """The run's checkpoints in `folder`: files, or folders of parts where the weights are split."""
+    options = {"keep": settings.keep, "writes": compute.world.is_first}
     if compute.world.is_sharded:
         from trainer.sharded import ShardedCheckpoints  # DCP takes seconds to import
 
         return ShardedCheckpoints(folder, model=model, timeout_s=timeout_s, **options)
-    if compute.device.type == "cuda":
+    asynchronous = settings.asynchronous
+    if asynchronous or (asynchronous is None and compute.device.type == "cuda"):
         return BackgroundCheckpoints(folder, model=model, **options)
     return Checkpoints(folder, **options)
 

@@ -29,6 +29,7 @@ from bench.attention import output_file, positive, results_folder, write
 from bench.environment import ROOT, environment
 from bench.trainers import DTYPE, Cell, Job, Trainer, ours
 from errors import UserError
+from trainer.checkpoint import CheckpointConfig
 from trainer.distributed import World, join
 from trainer.precision import Compute
 
@@ -106,7 +107,7 @@ def measure(cell: Cell, arguments: argparse.Namespace, world: World) -> dict:
 def time_checkpoint(job: Job, folder: Path, compute: Compute) -> dict[str, float]:
     """Saves one below `folder`, as train.py does, and deletes it: seconds that a step waits, and until it is whole."""
     folder = Path(compute.world.from_first(tempfile.mkdtemp(dir=folder) if compute.world.is_first else None))
-    checkpoints = train.open_checkpoints(folder, 1, job.model, compute, TIMEOUT_S)
+    checkpoints = train.open_checkpoints(folder, CheckpointConfig(keep=1), job.model, compute, TIMEOUT_S)
     if compute.device.type == "cuda":
         torch.cuda.synchronize()
     with checkpoints.saving(lambda text: None):

@@ -11,7 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from errors import UserError
 from trainer.checkpoint import Checkpoints, State
+from trainer.loggers import first_line
+from trainer.meters import GIB
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 KINDS = ("model", *(f"optimizer.{moment}" for moment in MOMENTS))  # of tensors, before the name of their parameter
@@ -107,11 +110,21 @@ def host_memory(parts: dict[str, Tensor]) -> dict[str, Tensor]:
     """Room for weights and moments of those names and shapes.
 
     For a GPU's it is pinned, which takes a second for some GiB, and so is done before training.
+
+    Raises:
+        UserError: there is too little memory.
     """
-    return {
-        f"{kind}.{name}": torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda)
-        for kind, (name, part) in product(KINDS, parts.items())
-    }
+    try:
+        return {
+            f"{kind}.{name}": torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda)
+            for kind, (name, part) in product(KINDS, parts.items())
+        }
+    except RuntimeError as error:
+        size = len(KINDS) * sum(part.nbytes for part in parts.values()) / GIB
+        raise UserError(
+            f"the host lacks the {size:.1f} GiB for a copy of what a checkpoint holds ({first_line(error)}); set "
+            "checkpoint.asynchronous=false, or with parallel=fsdp or hsdp start more processes"
+        ) from error
 
 
 def local(x: Tensor) -> Tensor:

@@ -48,6 +48,9 @@ class CheckpointConfig:
     resume: str | None = None
     """null starts afresh; auto continues the newest in checkpoint.dir, or starts where there is none; else a path. Of a
     folder the newest that is whole is taken."""
+    asynchronous: bool | None = None
+    """Write beside training, which then waits only for a copy in the host's memory, of 12 bytes a parameter; null is
+    true on a GPU, false on a CPU, where both want the same cores. Always so with parallel=fsdp and hsdp."""
     on_error: str = "stop"
     """When the disk takes no checkpoint: stop, or continue until the next; without the last one a run stops as well."""
     load: str | None = None
