@@ -206,7 +206,8 @@ def compile_others(target: str) -> list[dict]:
 
 
 def specialised() -> list[tuple]:
-    """Jobs for every entry of the table, the backward's without dQ too (a deterministic pass), and one in fp16."""
+    """Jobs for every entry of the table; the backward's causal ones without dQ too (a deterministic pass), and head
+    128's in fp16."""
     jobs = [
         (pass_, int(size), "bf16", mask != "full", mask == "dropout", tuple(config))
         for pass_, sizes in read_table()["specialised"].items()
@@ -214,8 +215,9 @@ def specialised() -> list[tuple]:
         for mask, buckets in masks.items()
         for config in buckets.values()
     ]
-    jobs += [("backward", *job[1:-1], (*job[-1][:-1], False)) for job in jobs if job[0] == "backward"]
-    jobs += [(job[0], job[1], "fp16", *job[3:]) for job in jobs if job[1] == 128 and job[3:5] == (True, False)]
+    causal = [job for job in jobs if job[3:5] == (True, False)]
+    jobs += [("backward", *job[1:-1], (*job[-1][:-1], False)) for job in causal if job[0] == "backward"]
+    jobs += [(job[0], job[1], "fp16", *job[3:]) for job in causal if job[1] == 128]
     return list(dict.fromkeys(jobs))
 
 
