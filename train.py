@@ -2,11 +2,10 @@
 
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -14,33 +13,40 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from conf.cli import chosen, launch, output_dir, sweep_name
-from conf.schema import Config, TrainConfig
-from data.loader import IGNORED, DataError, TrainLoader, document_cuts, validation_batches
+from conf.cli import launch, output_dir
+from conf.schema import Config
+from data.loader import IGNORED, DataError, document_cuts, validation_batches
 from data.tokenizers import end_of_text, get_tokenizer
 from data.tokens import TokenSet, open_tokens
 from errors import UserError
-from model.attention import build_attention, check_attention
+from model.attention import check_attention
 from model.generate import generate
 from model.gpt2 import GPT2, ModelConfig
-from model.huggingface import find_pretrained, load_pretrained, read_config
-from trainer import checkpoint
 from trainer.anomalies import IN_A_ROW, Watch, read_record
-from trainer.background import BackgroundCheckpoints
-from trainer.checkpoint import CheckpointConfig, CheckpointError, Checkpoints, State
+from trainer.checkpoint import CheckpointError, Checkpoints
 from trainer.distributed import ALONE, World, join, started
 from trainer.evaluation import score
-from trainer.flops import model_flops_per_token, peak_flops
 from trainer.folders import claimed
 from trainer.loading import load_model
-from trainer.loggers import Loggers, WandbConfig, start_loggers
+from trainer.loggers import Loggers
 from trainer.memory import out_of_memory
-from trainer.meters import ThroughputMeter
 from trainer.optimizer import build_optimizer, learning_rate, optimizer_step
 from trainer.parallel import data_parallel, shard, synchronise_gradients
+from trainer.parts import (
+    build_loader,
+    build_meter,
+    build_model,
+    compile_model,
+    is_compiled,
+    load_resumed,
+    open_checkpoints,
+    open_logs,
+    seed,
+    tokens_in_step,
+)
 from trainer.precision import Compute, choose_compute
 from trainer.signals import StopRequest
-from trainer.state import TrainState, check_resumable
+from trainer.state import TrainState
 
 
 def main(config: Config) -> None:
@@ -392,144 +398,6 @@ def read_window(
 def perplexity(loss: float) -> float:
     """exp of a loss in nats; infinite where that overflows."""
     return math.exp(loss) if loss < 700 else math.inf
-
-
-def seed(settings: TrainConfig, compute: Compute) -> None:
-    """Fixes every random draw; in deterministic mode every kernel's order of summation too."""
-    torch.manual_seed(settings.seed)
-    if settings.deterministic:
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read when cuBLAS starts, which is later
-        torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.benchmark = False
-
-
-def load_resumed(config: Config, world: World) -> State | None:
-    """The checkpoint to continue, if any: the same for all processes, tensors that are to be split left on the disk."""
-    source = config.checkpoint.resume
-    if source == "auto":
-        if config.checkpoint.dir is None:
-            raise UserError(
-                "checkpoint.resume=auto needs the folder of earlier checkpoints; give checkpoint.dir=FOLDER"
-            )
-        source = world.from_first(config.checkpoint.dir if checkpoint.find(config.checkpoint.dir) else None)
-    return None if source is None else checkpoint.load(source, key="checkpoint.resume", whole=not world.is_sharded)
-
-
-def open_checkpoints(
-    folder: Path, settings: CheckpointConfig, model: GPT2, compute: Compute, timeout_s: int
-) -> Checkpoints:
-    """The run's checkpoints in `folder`: files, or folders of parts where the weights are split."""
-    options = {"keep": settings.keep, "writes": compute.world.is_first}
-    if compute.world.is_sharded:
-        from trainer.sharded import ShardedCheckpoints  # DCP takes seconds to import
-
-        return ShardedCheckpoints(folder, model=model, timeout_s=timeout_s, **options)
-    asynchronous = settings.asynchronous
-    if asynchronous or (asynchronous is None and compute.device.type == "cuda"):
-        return BackgroundCheckpoints(folder, model=model, **options)
-    return Checkpoints(folder, **options)
-
-
-def build_model(config: Config, compute: Compute, tokens: TokenSet, resumed: State | None) -> GPT2:
-    """The model on its device, with fresh weights or pretrained ones; a resumed run loads its own later."""
-    shape, pretrained = config.model, None
-    if shape.pretrained is not None:
-        pretrained = find_pretrained(shape.pretrained)
-        shape = read_config(pretrained, shape)
-    if shape.vocab_size is None:
-        shape.vocab_size = tokens.vocab_size
-    if shape.vocab_size < tokens.vocab_size:
-        raise UserError(
-            f"model.vocab_size={shape.vocab_size} is below the {tokens.vocab_size} tokens of the {tokens.tokenizer} "
-            "tokenizer; leave model.vocab_size out, or choose data of another tokenizer"
-        )
-    if resumed:
-        check_resumable(resumed, shape, tokens.tokenizer, config.checkpoint.resume)
-    documents = config.data.document_mask
-    kind = {"head_dim": shape.head_dim, "dtype": compute.dtype, "dropout_p": shape.dropout, "documents": documents}
-    check_attention(config.attention, device=compute.device, context_length=shape.context_length, **kind)
-    torch.manual_seed(config.train.seed)
-    model = GPT2(shape, build_attention(config.attention), config.train.activation_checkpointing)
-    if pretrained is not None and resumed is None:
-        load_pretrained(model, pretrained)
-    return model.to(compute.device)
-
-
-def build_loader(config: Config, compute: Compute, tokens: TokenSet, model: GPT2) -> TrainLoader:
-    """This process's share of the training batches."""
-    return TrainLoader(
-        tokens.train,
-        batch_size=config.train.share(compute.world.size)[0],
-        context_length=model.config.context_length,
-        seed=config.train.seed,
-        device=compute.device,
-        vocab_size=model.config.vocab_size,
-        name=str(tokens.dir / "train.bin"),
-        rank=compute.world.rank,
-        ranks=compute.world.size,
-    )
-
-
-def open_logs(config: Config, compute: Compute, folder: Path, resumed: State | None) -> Loggers:
-    """The loggers of the run, which are the first process's."""
-    if not compute.world.is_first:
-        return Loggers([])
-    return start_loggers(
-        folder,
-        max_steps=config.train.max_steps,
-        wandb=label(config, compute),
-        run_config=asdict(config),
-        resumed_step=resumed["step"] if resumed else None,
-    )
-
-
-def label(config: Config, compute: Compute) -> WandbConfig:
-    """The settings of wandb, with a group and tags by which variants compare where the user names none."""
-    group, tags = config.wandb.group, config.wandb.tags
-    if tags is None:
-        tags = [config.attention.name, chosen("model"), config.data.name, compute.precision]
-    return replace(config.wandb, group=sweep_name() if group is None else group, tags=tags)
-
-
-def is_compiled(settings: TrainConfig, compute: Compute) -> bool:
-    """Whether the model is compiled: on a GPU, unless told otherwise."""
-    return compute.device.type == "cuda" if settings.compile is None else settings.compile
-
-
-def compile_model(model: GPT2, settings: TrainConfig, compute: Compute) -> nn.Module:
-    """The model as the loop calls it, compiled if it is to be."""
-    if not is_compiled(settings, compute):
-        return model
-    # ddp's gradients travel while others are computed because torch cuts the compiled model at their buckets, which it
-    # cannot inside of an activation checkpoint.
-    torch._dynamo.config.optimize_ddp = settings.activation_checkpointing != "full"
-    # What autograd.Functions trace to is part of the graph by which torch keeps what it compiled, so that a second
-    # start may take it from the disk; torch refrains where one of them could do what it does not see.
-    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
-    if not compute.world.is_sharded:
-        return torch.compile(model, fullgraph=True)
-    for block in model.h:  # each by itself, as FSDP gathers its weights between them
-        block.forward = torch.compile(block.forward, fullgraph=True)
-    return model
-
-
-def tokens_in_step(settings: TrainConfig, shape: ModelConfig) -> int:
-    return settings.sequences * shape.context_length
-
-
-def build_meter(model: GPT2, tokens_per_step: int, compute: Compute) -> ThroughputMeter:
-    """Counts FLOPs for this model and MFU for this device."""
-    shape = model.config
-    sizes = model.n_params(), shape.n_layer, shape.n_embd, shape.context_length
-    on_gpu = compute.device.type == "cuda"
-    return ThroughputMeter(
-        tokens_per_step=tokens_per_step,
-        flops_per_token=model_flops_per_token(*sizes),
-        flops_per_token_causal=model_flops_per_token(*sizes, causal=True),
-        peak_flops=peak_flops(torch.cuda.get_device_name(compute.device), compute.dtype) if on_gpu else None,
-        device=compute.device,
-        n_devices=compute.world.size,
-    )
 
 
 def describe(config: Config, compute: Compute, state: TrainState, tokens: TokenSet) -> str:

@@ -24,13 +24,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-import train
 from bench.attention import output_file, positive, results_folder, write
 from bench.environment import ROOT, environment
 from bench.trainers import DTYPE, Cell, Job, Trainer, ours
 from errors import UserError
 from trainer.checkpoint import CheckpointConfig
 from trainer.distributed import World, join
+from trainer.parts import build_meter, open_checkpoints
 from trainer.precision import Compute
 
 TIMEOUT_S = 600
@@ -83,7 +83,7 @@ def measure(cell: Cell, arguments: argparse.Namespace, world: World) -> dict:
     (batch,), compute = cell.batches, Compute(torch.device(arguments.device), DTYPE, world)
     compiled = arguments.device == "cuda"
     job = ours(cell, Trainer("ours", "flash2", compiled), arguments.device, world=world)
-    meter = train.build_meter(job.model, world.size * batch * cell.context_length, compute)
+    meter = build_meter(job.model, world.size * batch * cell.context_length, compute)
     began = time.perf_counter()
     job.step(batch)[0].tolist()  # waits for the GPU
     first_step_s = time.perf_counter() - began
@@ -107,7 +107,7 @@ def measure(cell: Cell, arguments: argparse.Namespace, world: World) -> dict:
 def time_checkpoint(job: Job, folder: Path, compute: Compute) -> dict[str, float]:
     """Saves one below `folder`, as train.py does, and deletes it: seconds that a step waits, and until it is whole."""
     folder = Path(compute.world.from_first(tempfile.mkdtemp(dir=folder) if compute.world.is_first else None))
-    checkpoints = train.open_checkpoints(folder, CheckpointConfig(keep=1), job.model, compute, TIMEOUT_S)
+    checkpoints = open_checkpoints(folder, CheckpointConfig(keep=1), job.model, compute, TIMEOUT_S)
     if compute.device.type == "cuda":
         torch.cuda.synchronize()
     with checkpoints.saving(lambda text: None):

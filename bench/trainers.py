@@ -25,6 +25,7 @@ from model.gpt2 import GPT2, ModelConfig
 from trainer.distributed import ALONE, World
 from trainer.optimizer import OptimizerConfig, build_optimizer
 from trainer.parallel import data_parallel, shard
+from trainer.parts import compile_model
 from trainer.precision import Compute
 from trainer.state import TrainState
 
@@ -154,7 +155,7 @@ def ours(
     shard(model, compute, config.train.reshard_after_forward)
     optimizer, synthetic = build_optimizer(model, config.optimizer), Tokens(cell.context_length, device)
     state = TrainState(model, optimizer, compute.grad_scaler(), loader or synthetic, "gpt2")
-    called = data_parallel(train.compile_model(model, config.train, compute), world)
+    called = data_parallel(compile_model(model, config.train, compute), world)
 
     def step(batch: int) -> tuple[Tensor, float]:
         synthetic.batch = batch

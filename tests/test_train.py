@@ -14,7 +14,6 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-import train as train_module
 from conf.schema import Config, TrainConfig
 from data import loader, tokenizers
 from errors import UserError
@@ -23,6 +22,7 @@ from model.gpt2 import GPT2, ModelConfig
 from tests.e2e import ROOT, TINY, at_call, curve, load, rows, run, start, train
 from trainer.checkpoint import Checkpoints, find
 from trainer.meters import ThroughputMeter
+from trainer.parts import compile_model
 from trainer.precision import Compute
 
 pytest_plugins = ["tests.e2e"]
@@ -119,7 +119,7 @@ def test_what_was_compiled_is_taken_from_the_disk_at_the_next_start(tmp_path, mo
         model = GPT2(shape, build_attention(AttentionConfig("flash2"))).cuda()
         compute = Compute(ids.device, torch.bfloat16)
         with compute.autocast():
-            train_module.compile_model(model, TrainConfig(), compute)(ids, ids).backward()
+            compile_model(model, TrainConfig(), compute)(ids, ids).backward()
     assert counters["aot_autograd"]["autograd_cache_hit"] == counters["aot_autograd"]["autograd_cache_miss"] == 1
 
 
