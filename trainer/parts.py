@@ -44,7 +44,10 @@ def load_resumed(config: Config, world: World) -> State | None:
                 "checkpoint.resume=auto needs the folder of earlier checkpoints; give checkpoint.dir=FOLDER"
             )
         source = world.from_first(config.checkpoint.dir if checkpoint.find(config.checkpoint.dir) else None)
-    return None if source is None else checkpoint.load(source, key="checkpoint.resume", whole=not world.is_sharded)
+    if source is None:
+        return None
+    tell = print if world.is_first else lambda text: None
+    return checkpoint.load(source, key="checkpoint.resume", tell=tell, whole=not world.is_sharded)
 
 
 def open_checkpoints(

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from trainer.background import KINDS, BackgroundCheckpoints, join_state, local
-from trainer.checkpoint import REST, CheckpointError, State, put_aside, write_file
+from trainer.checkpoint import REST, CheckpointError, State, put_aside, sync_folder, write_file
 
 DTYPES = {torch.float32: "F32"}  # the only one that weights and moments are kept in
 
@@ -100,6 +100,7 @@ class ShardedCheckpoints(BackgroundCheckpoints):
         if path.exists():  # damaged, or of the same run, which continued it: another's would have been refused
             put_aside(path)
         os.rename(partial, path)
+        sync_folder(self.folder)
         if is_best:
             link = self.folder / "best.partial"
             link.unlink(missing_ok=True)
