@@ -85,7 +85,7 @@ def fit_columns(coefficients: tuple[float, float] | None, longest: int) -> list[
     if coefficients is None:
         return ["-"] * 3
     a, b = coefficients
-    return [f"{a / 1024:.2f}", f"{b:.3f}", f"{b * longest / (a + b * longest):.1%}"]
+    return [f"{a / 1024:.2f}", f"{b:z.3f}", f"{b * longest / (a + b * longest):z.1%}"]  # z: no minus before a zero
 
 
 def pictures(rows: list[dict], where: str) -> dict[str, Figure]:
