@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from itertools import product
 from pathlib import Path
@@ -58,6 +58,7 @@ class BackgroundCheckpoints(Checkpoints):
         if before is not None and before == self._copied:
             return
         under_way, self._under_way = self._under_way, []
+        wait(under_way)  # for all, whatever becomes of the first: the next state takes the place of what they read
         try:
             for future in under_way:
                 future.result()

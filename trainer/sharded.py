@@ -67,7 +67,6 @@ class ShardedCheckpoints(BackgroundCheckpoints):
     def save_best(self, state: State) -> Path:
         """The same, with `best` a link to it when it is whole."""
         path = self.path_of(state["step"])
-        self.settle()
         self._copied = None  # it is written anew, if it was saved before it was known to be the best
         tensors = self._copy(state)
         self._submit(path, lambda: self._write(path, tensors, is_best=True))

@@ -2,6 +2,7 @@
 
 import errno
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from data.loader import TrainLoader
 from errors import UserError
 from tests.e2e import at_call, curve, load, train
 from trainer import checkpoint
-from trainer.background import host_memory
+from trainer.background import BackgroundCheckpoints, host_memory
 
 pytest_plugins = ["tests.e2e"]
 
@@ -67,6 +68,30 @@ def test_a_full_disk_is_told_when_the_next_is_saved_and_training_goes_on(monkeyp
     assert "step-00000010.pt could not be written (No space left on device)" in told
     assert curve("run", *LOSSES) == curve("whole", *LOSSES)
     assert sorted(path.name for path in Path("kept").glob("step-*")) == ["step-00000015.pt", "step-00000020.pt"]
+
+
+def test_a_save_that_is_refused_leaves_the_one_beside_it_alone(tmp_path, monkeypatch):
+    """best.pt is refused while the newest checkpoint of the same state is not begun: its memory was filled anew."""
+    refused = threading.Event()
+    before_writing(monkeypatch, "best.pt", lambda: refused.set() or refuse())
+    before_writing(monkeypatch, "step-00000001.pt", lambda: refused.wait(timeout=30) and time.sleep(0.2))
+    checkpoints = BackgroundCheckpoints(tmp_path, keep=9, writes=True, model=torch.nn.Linear(2, 2))
+    with checkpoints.saving(lambda text: None):
+        checkpoints.save_best(state_of(1))
+        checkpoints.save(1, state_of(1))
+        with pytest.raises(checkpoint.CheckpointError, match="best.pt could not be written"):
+            checkpoints.settle(before=2)
+        checkpoints.save(2, state_of(2))
+    for step in (1, 2):
+        assert load(tmp_path / f"step-{step:08d}.pt")["model"]["weight"].eq(step).all()
+
+
+def state_of(step: int) -> dict:
+    """Of a run whose weights are all the step's number, and whose optimizer has no moments yet."""
+    names = ("weight", "bias")
+    weights = {"weight": torch.full((2, 2), float(step)), "bias": torch.full((2,), float(step))}
+    rest = {"model_config": {}, "tokenizer": "byte", "parameters": list(names)}
+    return rest | {"step": step, "model": weights, "optimizer": {"state": {}, "param_groups": []}}
 
 
 @pytest.mark.parametrize("step", [10, 20])
