@@ -119,7 +119,7 @@ def queries_of(
     WINDOW: tl.constexpr,
     DOCUMENTS: tl.constexpr,
 ):
-    """The queries [first, end) that see the keys o_j: the other side of _keys_of."""
+    """The queries [first, end) that see the keys o_j: the other side of keys_of."""
     first, end = o_j * 0, o_j * 0 + seq_q
     if DOCUMENTS:
         p_first = documents + tl.cast(batch, tl.int64) * 2 * seq_k + o_j

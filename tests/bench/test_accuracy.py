@@ -28,6 +28,13 @@ def test_a_wrong_variant_is_a_failed_row_without_a_timing(wrong, message):
         assert rows["flash2", pass_]["status"] == "ok"
 
 
+def test_three_times_math_attentions_error_is_allowed_and_four_where_more_is_rounded():
+    truth = accuracy.Truth(pairs=(), exact=[], yardstick=[1e-3, 0.0])
+    exact = 2 * torch.finfo(torch.float32).eps
+    assert truth.allowed("flash2") == truth.allowed("naive") == pytest.approx([3e-3, exact])
+    assert truth.allowed("fused_softmax") == pytest.approx([4e-3, exact])
+
+
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_the_reference_in_chunks_is_the_reference(causal, monkeypatch):
     inputs = torch.randn(4, 3, 40, 2, 8, dtype=torch.float64)
