@@ -1,4 +1,9 @@
-"""The one exception for mistakes a user can mend."""
+"""The one exception for mistakes a user can mend, and how a program ends by it."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
 
 
 class UserError(Exception):
@@ -7,3 +12,18 @@ class UserError(Exception):
     Entry points print it without a traceback and exit with status 2; anything else that is raised is a bug and keeps
     its traceback.
     """
+
+
+def refuse(sentence: str) -> NoReturn:
+    """Ends the program with a sentence, in one line whatever it quotes, and status 2."""
+    print(f"error: {' '.join(sentence.splitlines())}", file=sys.stderr)
+    sys.exit(2)
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Around what an entry point does: a UserError ends the program as it asks for."""
+    try:
+        yield
+    except UserError as error:
+        refuse(str(error))

@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import re
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from bench.environment import ROOT, environment
 from bench.rows import cell_line, empty_row, summary
 from bench.timing import Gpu, alternate, recorded, start_series
 from bench.variants import available, bind, draw
-from errors import UserError
+from errors import UserError, refusing
 from model.attention import Attention
 
 
@@ -227,11 +226,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    try:
+    with refusing():
         run(parse())
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ there is an account it is published as well, each time as a new workspace and a 
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 import wandb
@@ -15,7 +14,7 @@ import wandb_workspaces.workspaces as ws
 from wandb_workspaces.reports.v2.interface import Panel
 
 from bench.attention import output_file, write
-from errors import UserError
+from errors import UserError, refusing
 from trainer.loggers import WandbConfig, first_line, server_problem
 
 GROUPS = ("attention.name", "model.context_length")
@@ -177,11 +176,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    try:
+    with refusing():
         run(parse())
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 if __name__ == "__main__":

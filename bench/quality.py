@@ -26,7 +26,7 @@ from bench.trainers import DTYPE, Cell, Trainer, ours
 from data.config import DataConfig
 from data.loader import TrainLoader
 from data.tokens import open_tokens
-from errors import UserError
+from errors import UserError, refusing
 from model.huggingface import save_pretrained
 from trainer.optimizer import OptimizerConfig, learning_rate
 
@@ -117,11 +117,8 @@ def run(arguments: argparse.Namespace) -> float:
 
 
 def main() -> None:
-    try:
+    with refusing():
         distance = run(parse())
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
     if distance > TOLERANCE:
         sys.exit(1)
 

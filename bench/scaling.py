@@ -27,7 +27,7 @@ from rich.table import Table
 from bench.attention import output_file, positive, results_folder, write
 from bench.environment import ROOT, environment
 from bench.trainers import DTYPE, Cell, Job, Trainer, ours
-from errors import UserError
+from errors import UserError, refusing
 from trainer.checkpoint import CheckpointConfig
 from trainer.distributed import World, join
 from trainer.parts import build_meter, open_checkpoints
@@ -234,14 +234,11 @@ def run(arguments: argparse.Namespace) -> None:
 
 def main() -> None:
     arguments = parse()
-    try:
+    with refusing():
         if arguments.process_of:
             take_steps(Scaling.read(arguments.process_of), arguments)
         else:
             run(arguments)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 if __name__ == "__main__":

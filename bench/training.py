@@ -30,7 +30,7 @@ from bench.steps import Contender, alternate, search
 from bench.timing import Gpu
 from bench.trainers import Cell, Job, Trainer, huggingface, load_nanogpt, nanogpt, ours
 from bench.variants import available
-from errors import UserError
+from errors import UserError, refusing
 from model.gpt2 import CHECKPOINTING
 
 CELLS = [
@@ -285,11 +285,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    try:
+    with refusing():
         run(parse())
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 if __name__ == "__main__":

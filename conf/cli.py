@@ -27,7 +27,7 @@ from omegaconf.errors import (
 )
 
 from conf import schema
-from errors import UserError
+from errors import UserError, refuse
 from trainer.distributed import started
 
 PATIENCE_S = 3  # in which torchrun ends the other processes when one has ended
@@ -178,8 +178,7 @@ def _refuse(sentence: str) -> None:
     if rank:
         time.sleep(PATIENCE_S)
         sentence += f" (process {rank} of {size})"
-    print(f"error: {' '.join(sentence.splitlines())}", file=sys.stderr)  # it may quote what was given
-    sys.exit(2)
+    refuse(sentence)
 
 
 def explain(error: Exception) -> str:

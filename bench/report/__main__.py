@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from errors import UserError
+from errors import UserError, refusing
 
 HELP = """\
 Compare training runs:
@@ -70,11 +70,8 @@ def run(given: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    try:
+    with refusing():
         run(parse(sys.argv[1:]))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 if __name__ == "__main__":
