@@ -145,7 +145,7 @@ class Block(nn.Module):
 
     def _forward(self, x: Tensor, cache: KeyValueCache | None, cu_seqlens: Tensor | None) -> Tensor:
         x = x + self.attn(self.ln_1(x), cache, cu_seqlens)
-        return x + self.mlp(self.ln_2(x), keep=self.activation_checkpointing == "none")
+        return x + self.mlp(self.ln_2(x), keep=self.activation_checkpointing != "selective")
 
 
 class GPT2(nn.Module):
