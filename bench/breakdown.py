@@ -13,7 +13,7 @@ CLASSES = {
     "attention": r"^(forward|main|delta|finish|key_gradient|query_gradient)_kernel|flash|fmha|sdpa|cudnn::fusion"
     r"|softmax_warp|(?<!log)_softmax(?!.*nll)",
     "head and loss": r"cross_entropy|log_softmax|nll_loss|cunn_SoftMax",
-    "matmul": r"nvjet|gemm|cutlass|cublas|splitK|xmma",
+    "matmul": r"nvjet|gemm|cutlass|cublas|splitK|xmma|^linear_gelu_kernel",
     "optimizer": r"multi_tensor_apply|[Aa]dam|lpnorm|foreach",
 }
 REST = "normalisation and elementwise"

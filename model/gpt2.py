@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from errors import UserError
-from kernels.gelu import bias_gelu, bias_gelu_linear
+from kernels.gelu import gelu_mlp
 from model.attention import Attention, attend_packed
 from model.loss import cross_entropy
 
@@ -119,11 +119,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor, keep: bool = True) -> Tensor:
         """Where it is not to `keep` what GELU gives, half of what it keeps, the backward pass makes that again."""
-        x = F.linear(x, self.c_fc.weight)
-        if keep:
-            x = self.c_proj(bias_gelu(x, self.c_fc.bias))
-        else:
-            x = bias_gelu_linear(x, self.c_fc.bias, self.c_proj.weight, self.c_proj.bias)
+        fc, proj = self.c_fc, self.c_proj
+        x = gelu_mlp(_in_autocast_dtype(x), fc.weight, fc.bias, proj.weight, proj.bias, keep)
         return self.dropout(x)
 
 
@@ -190,7 +187,7 @@ class GPT2(nn.Module):
         """
         start = cache.length if cache is not None else 0
         positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
-        x = self.drop(_residual(self.wte(tokens) + self.wpe(positions)))
+        x = self.drop(_in_autocast_dtype(self.wte(tokens) + self.wpe(positions)))
         for block in self.h:
             x = block(x, cache, cu_seqlens)
         if cache is not None:
@@ -205,7 +202,7 @@ class GPT2(nn.Module):
         return sum(p.numel() for p in self.parameters()) - self.wpe.weight.numel()
 
 
-def _residual(x: Tensor) -> Tensor:
+def _in_autocast_dtype(x: Tensor) -> Tensor:
     """x in autocast's dtype where that is on: the residual stream is read and written some 4 n_layer times a step."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x

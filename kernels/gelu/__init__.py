@@ -1,5 +1,5 @@
-"""GELU of a linear layer's output, bias added and its gradient summed on the way: operator, kernels, definition."""
+"""The two linear layers of a GPT-2 block with tanh-GELU between them: operators, kernels, definition."""
 
-from kernels.gelu.op import bias_gelu, bias_gelu_linear
+from kernels.gelu.op import gelu_mlp
 
-__all__ = ["bias_gelu", "bias_gelu_linear"]
+__all__ = ["gelu_mlp"]

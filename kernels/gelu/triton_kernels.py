@@ -78,7 +78,7 @@ def gelu_gradient_kernel(
 
 
 def forward(x: Tensor, bias: Tensor) -> Tensor:
-    """Same contract as definition.forward."""
+    """gelu(x + bias), x (N, C) and bias (C,), in x's dtype."""
     (rows, columns), (m, n, warps) = x.shape, FORWARD
     out = torch.empty_like(x)
     grid = triton.cdiv(rows, m), triton.cdiv(columns, n)
@@ -87,7 +87,8 @@ def forward(x: Tensor, bias: Tensor) -> Tensor:
 
 
 def backward(dout: Tensor, x: Tensor, bias: Tensor, again: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Same contract as definition.backward."""
+    """dx (N, C) in x's dtype, and dbias (C,) in the bias's: dx summed over its rows; and what forward gave, if it is
+    wanted `again`, or an empty tensor."""
     (rows, columns), (m, n, warps) = x.shape, BACKWARD
     slab = triton.cdiv(triton.cdiv(rows, m), SLABS) * m
     slabs = triton.cdiv(rows, slab)

@@ -26,6 +26,7 @@ from kernels.flash2.options import Options
 from kernels.flash2.tiles import SPECIALISED, read_table, tiles_for
 from kernels.fused_softmax import triton_kernels as softmax
 from kernels.fused_softmax.op import LONGEST_ROW
+from kernels.gelu import hopper as hopper_gelu
 from kernels.gelu import triton_kernels as gelu
 
 TARGETS = {
@@ -163,12 +164,23 @@ def compile_specialised(job: tuple) -> list[dict]:
     module = {"forward": hopper_forward, "backward": hopper_backward}[pass_]
     kernel = {"forward": hopper_forward.forward_kernel, "backward": hopper_backward.main_kernel}[pass_]
     config = SPECIALISED[pass_](*config)
-    signature, constants, options = module.compilation(head_dim, DTYPES[dtype], causal, dropout, config)
-    pointers = [i for i, kind in enumerate(signature.values()) if kind.startswith("*")]
-    aligned = {(i,): [["tt.divisibility", 16]] for i in pointers}
-    source = GluonASTSource(kernel, signature, constants, aligned)
-    compiled = triton.compile(source, target=TARGETS["sm_90"], options=options)
+    compiled = compile_gluon(kernel, *module.compilation(head_dim, DTYPES[dtype], causal, dropout, config))
     return [report("sm_90", compiled, specialised=job)]
+
+
+def compile_gluon(kernel, signature: dict, constants: dict, options: dict, sizes: tuple[str, ...] = ()):
+    """For Hopper; arguments named in `sizes` are multiples of 16, as pointers are."""
+    named = enumerate(signature.items())
+    aligned = {(i,): [["tt.divisibility", 16]] for i, (name, kind) in named if kind.startswith("*") or name in sizes}
+    return triton.compile(GluonASTSource(kernel, signature, constants, aligned), TARGETS["sm_90"], options)
+
+
+def compile_fused(job: tuple) -> list[dict]:
+    """A matrix product of Hopper with GELU in its epilogue."""
+    dtype, gradient, again = job
+    compilation = hopper_gelu.compilation(DTYPES[dtype], gradient, again)
+    compiled = compile_gluon(hopper_gelu.linear_gelu_kernel, *compilation, ("columns", "depth"))
+    return [report("sm_90", compiled, fused=job)]
 
 
 def others(dtype: str) -> dict:
@@ -221,6 +233,11 @@ def specialised() -> list[tuple]:
     return list(dict.fromkeys(jobs))
 
 
+def fused() -> list[tuple]:
+    """Jobs for the products with GELU: dtype, whether of the gradient, whether GELU's output is made again."""
+    return [(dtype, *kind) for dtype in ("bf16", "fp16") for kind in ((False, False), (True, False), (True, True))]
+
+
 def tuned() -> list[tuple]:
     """Jobs for every entry of the table that was tuned on sm_90."""
     return [
@@ -235,7 +252,11 @@ def main() -> None:
     jobs = [(target, *shape) for target in TARGETS for shape in SHAPES[target]] + tuned()
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         done = pool.map(compile_specialised, specialised()), pool.map(compile_shape, jobs)
-        beside = pool.map(compile_others, TARGETS), pool.map(compile_baselines, TARGETS)
+        beside = (
+            pool.map(compile_others, TARGETS),
+            pool.map(compile_baselines, TARGETS),
+            pool.map(compile_fused, fused()),
+        )
         for rows in itertools.chain(*done, *beside):
             for row in rows:
                 print(json.dumps(row), flush=True)

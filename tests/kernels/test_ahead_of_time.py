@@ -41,6 +41,8 @@ def test_tuned_tiles_of_hopper_spill_no_registers_and_keep_the_tensor_cores_busy
     assert len(others) == len(ahead_of_time.DTYPES) * len(ahead_of_time.others("bf16"))
     baselines = [row for row in compiled if row["target"] == "sm_90" and "baseline" in row]
     assert len(baselines) == 13
-    for row in tuned + specialised + others + baselines:
+    fused = [row for row in compiled if "fused" in row]
+    assert len(fused) == len(ahead_of_time.fused())
+    for row in tuned + specialised + others + baselines + fused:
         assert not row["serialised"], row
         assert row["spilled"] == 0 or "flash1" in row.get("baseline", ""), row  # whose tiles are fastest where some are

@@ -1,0 +1,293 @@
+"""Matrix products on Hopper with tanh-GELU in their epilogue, in warp-specialised Gluon.
+
+C = A B for A (rows, depth) and B (depth, columns), with gelu(C + bias) beside C, or C times GELU's derivative in its
+place. GELU's own passes over memory are saved: it reads and writes what a product writes anyway. So is its arithmetic,
+which runs while the tensor cores compute the next tile: two warpgroups multiply and leave each tile, rounded, in shared
+memory, where a third takes it from.
+
+The product is CUTLASS's cooperative one: a program stays on each multiprocessor and walks over tiles; of M rows each
+multiplying warpgroup owns 64; A and B come through a ring in shared memory by TMA. A warp that does nothing but load
+would make four warpgroups, whose share of the registers is less than a wgmma of N = 256 columns needs, so the first of
+the multiplying warpgroups starts the loads.
+
+M rows and N columns of a tile, K depth of a step; accumulators are fp32.
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+from triton.runtime.jit import mangle_type
+
+from kernels.launcher import descriptor, launch
+
+ROWS: gl.constexpr = gl.constexpr(64)  # of a multiplying warpgroup: the M of wgmma
+M: gl.constexpr = gl.constexpr(128)
+N: gl.constexpr = gl.constexpr(256)
+K: gl.constexpr = gl.constexpr(64)
+STAGES: gl.constexpr = gl.constexpr(3)
+GROUP: gl.constexpr = gl.constexpr(16)  # tiles of rows that are computed for all columns before the next ones are
+CHUNK: gl.constexpr = gl.constexpr(8)  # rows that the epilogue has in registers at a time: those of a swizzle
+REGISTERS = 168  # of a thread: an equal share for each of the three warpgroups
+MINUS_LOG2_E: gl.constexpr = gl.constexpr(-1.4426950408889634)
+SLOPE: gl.constexpr = gl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
+CUBIC: gl.constexpr = gl.constexpr(0.07135481627159977)  # 0.044715 times that
+
+_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # Triton 3.6's name, then 3.7's
+
+
+@gluon.jit
+def _count(rows, columns):
+    """How many tiles this program computes."""
+    return gl.cdiv(gl.cdiv(rows, M) * (columns // N) - gl.program_id(0), gl.num_programs(0))
+
+
+@gluon.jit
+def _tile(n, rows, columns):
+    """First row and column of this program's n-th tile. Those that run at a time share A and B in the L2 cache."""
+    t = gl.program_id(0) + n * gl.num_programs(0)
+    across = columns // N
+    first = t // (GROUP * across) * GROUP
+    height = gl.minimum(gl.cdiv(rows, M) - first, GROUP)
+    t -= first * across
+    return (first + t % height) * M, t // height * N
+
+
+@gluon.jit
+def _load(place, a, b, rings, shape, steps, TRANSPOSED: gl.constexpr):
+    """Starts the copies of a step into its slot, once that is empty, unless there are no more; returns the next place.
+
+    A place is the number of a step, of its tile, and where in A and B it is.
+    """
+    step, n, i, j, k = place
+    rows, columns, depth = shape
+    a_slots, b_slots, full, empty = rings
+    slot, there = step % STAGES, step < steps
+    mbarrier.wait(empty.index(slot), (step // STAGES + 1) & 1, pred=there)
+    mbarrier.expect(full.index(slot), (M + N) * K * 2, pred=there)
+    tma.async_copy_global_to_shared(a, [i, k], full.index(slot), a_slots.index(slot), pred=there)
+    if TRANSPOSED:
+        tma.async_copy_global_to_shared(b, [j, k], full.index(slot), b_slots.index(slot), pred=there)
+    else:
+        tma.async_copy_global_to_shared(b, [k, j], full.index(slot), b_slots.index(slot), pred=there)
+    k += K
+    if k >= depth:
+        k = 0
+        n += 1
+        i, j = _tile(n, rows, columns)
+    return step + 1, n, i, j, k
+
+
+@gluon.jit
+def _multiplier(C: gl.constexpr, a, b, rings, results, shape, TRANSPOSED: gl.constexpr):
+    """Rows 64 C to 64 C + 64 of every tile of this program. The first one loads for both, STAGES - 1 steps ahead."""
+    rows, columns, depth = shape
+    a_slots, b_slots, full, empty = rings
+    c_slots, c_full, c_empty = results
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    zeros = gl.zeros([ROWS, N], gl.float32, LAYOUT)
+    count = _count(rows, columns)
+    steps = count * gl.cdiv(depth, K)
+    i, j = _tile(0, rows, columns)
+    place = (0, 0, i, j, 0)
+    if C == 0:
+        for _ in gl.static_range(STAGES - 1):
+            place = _load(place, a, b, rings, shape, steps, TRANSPOSED)
+    it = 0
+    for n in range(count):
+        acc = warpgroup_mma_init(zeros)
+        for k in range(0, depth, K):
+            slot = it % STAGES
+            mbarrier.wait(full.index(slot), it // STAGES & 1)
+            b_s = b_slots.index(slot)
+            if TRANSPOSED:
+                b_s = b_s.permute([1, 0])
+            a_s = a_slots.index(slot).slice(C * ROWS, ROWS)
+            acc = warpgroup_mma(a_s, b_s, acc, use_acc=k > 0, is_async=True)
+            acc = warpgroup_mma_init(warpgroup_mma_wait(1, deps=(acc,)))
+            mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), pred=k > 0)
+            if C == 0:
+                place = _load(place, a, b, rings, shape, steps, TRANSPOSED)
+            it += 1
+        c = warpgroup_mma_wait(0, deps=(acc,)).to(c_slots.dtype)
+        mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES))
+        mbarrier.wait(c_empty.index(C), (n + 1) & 1)
+        c_slots.index(C).store(c)
+        _barrier()  # all warps have written
+        mbarrier.arrive(c_full.index(C))
+
+
+@gluon.jit
+def _reciprocal(x):
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
+
+
+@gluon.jit
+def _sigmoid(v):
+    """sigmoid(2 u), u that of tanh-GELU's tanh; see triton_kernels.py."""
+    return _reciprocal(1 + gl.exp2(v * (SLOPE * MINUS_LOG2_E + CUBIC * MINUS_LOG2_E * v * v)))
+
+
+@gluon.jit
+def _epilogue(results, bias, pre, out, dpre, partial, rows, columns, GRADIENT: gl.constexpr, AGAIN: gl.constexpr):
+    """Of each tile, CHUNK rows at a time: gelu(C + bias) and C, or C times the derivative and its sums by column."""
+    c_slots, c_full, c_empty = results
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    CHUNKS: gl.constexpr = ROWS // CHUNK
+    o_n = gl.arange(0, N, layout=gl.SliceLayout(0, LAYOUT))
+    o_m = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT))
+    offsets = (o_m * columns)[:, None] + o_n[None, :]
+    step = CHUNK * columns
+    for n in range(_count(rows, columns)):
+        i, j = _tile(n, rows, columns)
+        first = i.to(gl.int64) * columns + j
+        left = rows - i
+        b_bias = gl.load(bias + j + o_n).to(gl.float32)[None, :]
+        total = gl.zeros([CHUNK, N], gl.float32, LAYOUT)
+        if GRADIENT:  # read long before they are wanted
+            soon = gl.load(pre + first + offsets, mask=(o_m < left)[:, None], other=0.0)
+            later = gl.load(pre + (first + step) + offsets, mask=(o_m < left - CHUNK)[:, None], other=0.0)
+        for C in gl.static_range(2):
+            mbarrier.wait(c_full.index(C), n & 1)
+            for chunk in gl.static_range(CHUNKS):
+                mask = (o_m < left)[:, None]
+                c = c_slots.index(C).slice(chunk * CHUNK, CHUNK).load(LAYOUT)
+                if chunk == CHUNKS - 1:
+                    _barrier()  # all warps have read
+                    mbarrier.arrive(c_empty.index(C))
+                if GRADIENT:
+                    v = soon.to(gl.float32) + b_bias
+                    soon = later
+                    if C * CHUNKS + chunk + 2 < 2 * CHUNKS:
+                        later = gl.load(
+                            pre + (first + 2 * step) + offsets, mask=(o_m < left - 2 * CHUNK)[:, None], other=0.0
+                        )
+                    s = _sigmoid(v)
+                    d = c.to(gl.float32) * (s + v * (s - s * s) * (SLOPE + 3 * CUBIC * v * v))
+                    gl.store(dpre + first + offsets, d.to(c.dtype), mask=mask)
+                    total += d
+                    if AGAIN:
+                        gl.store(out + first + offsets, (v * s).to(c.dtype), mask=mask)
+                else:
+                    v = c.to(gl.float32) + b_bias
+                    gl.store(pre + first + offsets, c, mask=mask)
+                    gl.store(out + first + offsets, (v * _sigmoid(v)).to(c.dtype), mask=mask)
+                first += step
+                left -= CHUNK
+        if GRADIENT:
+            gl.store(partial + i // M * columns + j + o_n, gl.sum(total, 0))
+
+
+@gluon.jit
+def _ring(SLOTS: gl.constexpr, READERS: gl.constexpr):
+    """Barriers of a ring of slots: full, and emptied by READERS warpgroups."""
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=READERS)
+    return full, empty
+
+
+@gluon.jit(do_not_specialize=["rows"])
+def linear_gelu_kernel(
+    a, b, bias, pre, out, dpre, partial, rows, columns, depth,
+    TRANSPOSED: gl.constexpr, GRADIENT: gl.constexpr, AGAIN: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """C = A B, a reading [M, K] of A; b [N, K] of B^T where it is TRANSPOSED, else [K, N] of B.
+
+    Without GRADIENT pre = C and out = gelu(C + bias); with it dpre = C gelu'(pre + bias), partial (cdiv(rows, M),
+    columns) fp32 its sums over the rows of each tile, and where it is wanted AGAIN out = gelu(pre + bias).
+    pre, out, dpre (rows, columns), contiguous. Grid: any number of programs up to that of the tiles.
+    """
+    a_slots = gl.allocate_shared_memory(a.dtype, [STAGES, M, K], a.layout)
+    b_slots = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)  # noqa: RUF005
+    C_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, N], a.dtype)
+    c_slots = gl.allocate_shared_memory(a.dtype, [2, ROWS, N], C_LAYOUT)
+    full, empty = _ring(STAGES, 2)
+    c_full, c_empty = _ring(2, 1)
+    rings = (a_slots, b_slots, full, empty)
+    results = (c_slots, c_full, c_empty)
+    shape = (rows, columns, depth)
+    gl.warp_specialize(
+        [
+            (_multiplier, (0, a, b, rings, results, shape, TRANSPOSED)),
+            (_multiplier, (1, a, b, rings, results, shape, TRANSPOSED)),
+            (_epilogue, (results, bias, pre, out, dpre, partial, rows, columns, GRADIENT, AGAIN)),
+        ],
+        [4, 4],
+        [REGISTERS, REGISTERS],
+    )
+
+
+_GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+
+@cache
+def _layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], _GLUON_TYPES[dtype])
+
+
+def _tiles_of(x: Tensor, rows: int, columns: int):
+    return descriptor(x, [rows, columns], _layout(rows, columns, x.dtype))
+
+
+def _arguments(a, weight, bias, pre, out, dpre, partial, transposed: bool, gradient: bool, again: bool) -> tuple:
+    """Tensors, numbers and constants of linear_gelu_kernel."""
+    b = _tiles_of(weight, N.value, K.value) if transposed else _tiles_of(weight, K.value, N.value)
+    tensors = _tiles_of(a, M.value, K.value), b, bias, pre, out, dpre, partial
+    numbers = *pre.shape, a.shape[1]
+    return tensors, numbers, (transposed, gradient, again, REGISTERS)
+
+
+def compilation(dtype: torch.dtype, gradient: bool, again: bool) -> tuple[dict, dict, dict]:
+    """Signature, constants and options of linear_gelu_kernel, to compile it ahead of time."""
+    x, bias, partial = torch.empty((M.value, N.value), dtype=dtype), torch.empty(1), torch.empty(1)
+    results = (x, x if again else None, x, partial) if gradient else (x, x, None, None)
+    tensors, _, constants = _arguments(x, x, bias, *results, not gradient, gradient, again)
+    names = linear_gelu_kernel.arg_names
+    signature = {name: "constexpr" if t is None else mangle_type(t) for name, t in zip(names, tensors, strict=False)}
+    values = {name: None for name, kind in signature.items() if kind == "constexpr"}
+    signature |= dict.fromkeys(("rows", "columns", "depth"), "i32")
+    values |= dict(zip(names[len(signature) :], constants, strict=True))
+    return signature | dict.fromkeys(names[len(signature) :], "constexpr"), values, {"num_warps": 4}
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _launch(a: Tensor, weight: Tensor, bias: Tensor, *results, transposed: bool, gradient: bool, again: bool) -> None:
+    (rows, columns), device = results[0].shape, a.device
+    programs = min(-(-rows // M.value) * (columns // N.value), _multiprocessors(device))
+    arguments = _arguments(a, weight, bias, *results, transposed, gradient, again)
+    with torch.cuda.device_of(a):
+        launch(linear_gelu_kernel, (a.dtype, bias.dtype, device), programs, *arguments, num_warps=4)
+
+
+def forward(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Same contract as definition.forward, where is_fused."""
+    pre = x.new_empty((x.shape[0], weight.shape[0]))
+    out = torch.empty_like(pre)
+    _launch(x, weight, bias, pre, out, None, None, transposed=True, gradient=False, again=False)
+    return pre, out
+
+
+def backward(dout: Tensor, weight: Tensor, pre: Tensor, bias: Tensor, again: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Same contract as definition.backward, where is_fused."""
+    rows, columns = pre.shape
+    dpre, out = torch.empty_like(pre), torch.empty_like(pre) if again else None
+    partial = torch.empty((-(-rows // M.value), columns), dtype=torch.float32, device=pre.device)
+    _launch(dout, weight, bias, pre, out, dpre, partial, transposed=False, gradient=True, again=again)
+    return dpre, partial.sum(0).to(bias.dtype), pre.new_empty(0) if out is None else out
