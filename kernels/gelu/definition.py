@@ -1,27 +1,37 @@
-"""A linear layer with tanh-GELU and its gradients in plain PyTorch: what the kernels compute, and what a CPU runs."""
+"""A linear layer with tanh-GELU and its gradient in plain PyTorch: what the kernels compute, and what a CPU runs."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 
-def _sum(pre: Tensor, bias: Tensor) -> Tensor:
-    return pre.to(torch.promote_types(pre.dtype, torch.float32)) + bias
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _gelu(pre: Tensor, bias: Tensor) -> Tensor:
-    return F.gelu(_sum(pre, bias), approximate="tanh").to(pre.dtype)
+def _slope(pre: Tensor) -> Tensor:
+    """GELU's derivative, in fp32 or more."""
+    return torch.ops.aten.gelu_backward(torch.ones_like(_wide(pre)), _wide(pre), approximate="tanh")
 
 
-def forward(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """pre = x weight^T and out = gelu(pre + bias), both (N, C) in x's dtype; x (N, D), weight (C, D) and bias (C,)."""
-    pre = F.linear(x, weight)
-    return pre, _gelu(pre, bias)
+def _gelu(pre: Tensor) -> Tensor:
+    return F.gelu(_wide(pre), approximate="tanh").to(pre.dtype)
 
 
-def backward(dout: Tensor, weight: Tensor, pre: Tensor, bias: Tensor, again: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Of a layer after GELU, whose weight (D, C) is and whose output's gradient is dout (N, D): dpre (N, C) in pre's
-    dtype; dbias (C,) in the bias's, dpre summed over its rows; and GELU's output, if wanted `again`, or nothing."""
-    inputs = _sum(pre, bias)
-    dpre = torch.ops.aten.gelu_backward((dout @ weight).to(inputs.dtype), inputs, approximate="tanh")
-    return dpre.to(pre.dtype), dpre.sum(0).to(bias.dtype), _gelu(pre, bias) if again else pre.new_empty(0)
+def forward(x: Tensor, weight: Tensor, bias: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
+    """What the gradient needs, and gelu(pre) for pre = x weight^T + bias; both (N, C) in x's dtype.
+
+    x (N, D), weight (C, D), bias (C,). If the result is to be kept, the gradient needs GELU's slope at pre, else pre.
+    """
+    pre = F.linear(x, weight, bias.to(x.dtype))
+    return _slope(pre).to(x.dtype) if keep else pre, _gelu(pre)
+
+
+def backward(dout: Tensor, weight: Tensor, kept: Tensor, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Of a layer after GELU, whose weight (D, C) is and whose output's gradient is dout (N, D), with what forward kept.
+
+    dpre (N, C) in dout's dtype; dpre summed over its rows before it is rounded, (C,) in fp32 or more; and GELU's result
+    again, unless that was to be kept.
+    """
+    dpre = _wide(dout @ weight) * (_wide(kept) if keep else _slope(kept))
+    return dpre.to(dout.dtype), dpre.sum(0), kept.new_empty(0) if keep else _gelu(kept)

@@ -1,14 +1,17 @@
-"""Matrix products on Hopper with tanh-GELU in their epilogue, in warp-specialised Gluon.
+"""Matrix products on Hopper with tanh-GELU or its gradient in their epilogue, in warp-specialised Gluon.
 
-C = A B for A (rows, depth) and B (depth, columns), with gelu(C + bias) beside C, or C times GELU's derivative in its
-place. GELU's own passes over memory are saved: it reads and writes what a product writes anyway. So is its arithmetic,
-which runs while the tensor cores compute the next tile: two warpgroups multiply and leave each tile, rounded, in shared
-memory, where a third takes it from.
+C = A B for A (rows, depth) and B (depth, columns). GELU's own passes over memory are saved: it reads and writes what a
+product writes anyway. So is its arithmetic, which runs while the tensor cores compute the next tile: two warpgroups
+multiply and leave each tile, rounded, in shared memory, where a third takes it from.
 
 The product is CUTLASS's cooperative one: a program stays on each multiprocessor and walks over tiles; of M rows each
 multiplying warpgroup owns 64; A and B come through a ring in shared memory by TMA. A warp that does nothing but load
 would make four warpgroups, whose share of the registers is less than a wgmma of N = 256 columns needs, so the first of
 the multiplying warpgroups starts the loads.
+
+An H200 multiplies at the limit of its power, and of what shared memory delivers. So the epilogue reads a tile once and
+uses neither for anything else: what it reads and writes besides goes between global memory and registers (by TMA, the
+gradient took 1.2 times as long), and it computes the slope in the forward pass alone, which has to compute most of it.
 
 M rows and N columns of a tile, K depth of a step; accumulators are fp32.
 """
@@ -35,9 +38,9 @@ M: gl.constexpr = gl.constexpr(128)
 N: gl.constexpr = gl.constexpr(256)
 K: gl.constexpr = gl.constexpr(64)
 STAGES: gl.constexpr = gl.constexpr(3)
-GROUP: gl.constexpr = gl.constexpr(16)  # tiles of rows that are computed for all columns before the next ones are
+GROUP: gl.constexpr = gl.constexpr(32)  # tiles of rows that are computed for all columns before the next ones are
 CHUNK: gl.constexpr = gl.constexpr(8)  # rows that the epilogue has in registers at a time: those of a swizzle
-REGISTERS = 168  # of a thread: an equal share for each of the three warpgroups
+REGISTERS = 168  # of a thread: as many for each of the three warpgroups
 MINUS_LOG2_E: gl.constexpr = gl.constexpr(-1.4426950408889634)
 SLOPE: gl.constexpr = gl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
 CUBIC: gl.constexpr = gl.constexpr(0.07135481627159977)  # 0.044715 times that
@@ -63,7 +66,7 @@ def _tile(n, rows, columns):
 
 
 @gluon.jit
-def _load(place, a, b, rings, shape, steps, TRANSPOSED: gl.constexpr):
+def _load(place, a, b, rings, shape, steps, GRADIENT: gl.constexpr):
     """Starts the copies of a step into its slot, once that is empty, unless there are no more; returns the next place.
 
     A place is the number of a step, of its tile, and where in A and B it is.
@@ -75,10 +78,10 @@ def _load(place, a, b, rings, shape, steps, TRANSPOSED: gl.constexpr):
     mbarrier.wait(empty.index(slot), (step // STAGES + 1) & 1, pred=there)
     mbarrier.expect(full.index(slot), (M + N) * K * 2, pred=there)
     tma.async_copy_global_to_shared(a, [i, k], full.index(slot), a_slots.index(slot), pred=there)
-    if TRANSPOSED:
-        tma.async_copy_global_to_shared(b, [j, k], full.index(slot), b_slots.index(slot), pred=there)
-    else:
+    if GRADIENT:
         tma.async_copy_global_to_shared(b, [k, j], full.index(slot), b_slots.index(slot), pred=there)
+    else:
+        tma.async_copy_global_to_shared(b, [j, k], full.index(slot), b_slots.index(slot), pred=there)
     k += K
     if k >= depth:
         k = 0
@@ -88,12 +91,13 @@ def _load(place, a, b, rings, shape, steps, TRANSPOSED: gl.constexpr):
 
 
 @gluon.jit
-def _multiplier(C: gl.constexpr, a, b, rings, results, shape, TRANSPOSED: gl.constexpr):
+def _multiplier(C: gl.constexpr, a, b, bias, rings, results, shape, GRADIENT: gl.constexpr):
     """Rows 64 C to 64 C + 64 of every tile of this program. The first one loads for both, STAGES - 1 steps ahead."""
     rows, columns, depth = shape
     a_slots, b_slots, full, empty = rings
     c_slots, c_full, c_empty = results
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    o_n = gl.arange(0, N, layout=gl.SliceLayout(0, LAYOUT))
     zeros = gl.zeros([ROWS, N], gl.float32, LAYOUT)
     count = _count(rows, columns)
     steps = count * gl.cdiv(depth, K)
@@ -101,22 +105,26 @@ def _multiplier(C: gl.constexpr, a, b, rings, results, shape, TRANSPOSED: gl.con
     place = (0, 0, i, j, 0)
     if C == 0:
         for _ in gl.static_range(STAGES - 1):
-            place = _load(place, a, b, rings, shape, steps, TRANSPOSED)
+            place = _load(place, a, b, rings, shape, steps, GRADIENT)
     it = 0
     for n in range(count):
-        acc = warpgroup_mma_init(zeros)
+        acc = zeros
+        if not GRADIENT:
+            _i, j = _tile(n, rows, columns)
+            acc += gl.load(bias + j + o_n).to(gl.float32)[None, :]
+        acc = warpgroup_mma_init(acc)
         for k in range(0, depth, K):
             slot = it % STAGES
             mbarrier.wait(full.index(slot), it // STAGES & 1)
             b_s = b_slots.index(slot)
-            if TRANSPOSED:
+            if not GRADIENT:
                 b_s = b_s.permute([1, 0])
             a_s = a_slots.index(slot).slice(C * ROWS, ROWS)
-            acc = warpgroup_mma(a_s, b_s, acc, use_acc=k > 0, is_async=True)
+            acc = warpgroup_mma(a_s, b_s, acc, is_async=True)
             acc = warpgroup_mma_init(warpgroup_mma_wait(1, deps=(acc,)))
             mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), pred=k > 0)
             if C == 0:
-                place = _load(place, a, b, rings, shape, steps, TRANSPOSED)
+                place = _load(place, a, b, rings, shape, steps, GRADIENT)
             it += 1
         c = warpgroup_mma_wait(0, deps=(acc,)).to(c_slots.dtype)
         mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES))
@@ -132,14 +140,49 @@ def _reciprocal(x):
 
 
 @gluon.jit
-def _sigmoid(v):
-    """sigmoid(2 u), u that of tanh-GELU's tanh; see triton_kernels.py."""
-    return _reciprocal(1 + gl.exp2(v * (SLOPE * MINUS_LOG2_E + CUBIC * MINUS_LOG2_E * v * v)))
+def _gelu(v):
+    """GELU's output and slope; see triton_kernels.py."""
+    squares = v * v
+    s = _reciprocal(1 + gl.exp2(v * (SLOPE * MINUS_LOG2_E + CUBIC * MINUS_LOG2_E * squares)))
+    out = v * s
+    return out, s + (out - out * s) * (SLOPE + 3 * CUBIC * squares)
 
 
 @gluon.jit
-def _epilogue(results, bias, pre, out, dpre, partial, rows, columns, GRADIENT: gl.constexpr, AGAIN: gl.constexpr):
-    """Of each tile, CHUNK rows at a time: gelu(C + bias) and C, or C times the derivative and its sums by column."""
+def _gelu_of(results, out, kept, rows, columns, KEEP: gl.constexpr):
+    """Writes gelu(C) and GELU's slope there or C itself, CHUNK rows of a tile at a time."""
+    c_slots, c_full, c_empty = results
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    CHUNKS: gl.constexpr = ROWS // CHUNK
+    o_m = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT))
+    offsets = (o_m * columns)[:, None] + gl.arange(0, N, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    for n in range(_count(rows, columns)):
+        i, j = _tile(n, rows, columns)
+        first, left = i.to(gl.int64) * columns + j, rows - i
+        for C in gl.static_range(2):
+            mbarrier.wait(c_full.index(C), n & 1)
+            c_next = c_slots.index(C).slice(0, CHUNK).load(LAYOUT)
+            for chunk in gl.static_range(CHUNKS):
+                c = c_next
+                if chunk < CHUNKS - 1:
+                    c_next = c_slots.index(C).slice((chunk + 1) * CHUNK, CHUNK).load(LAYOUT)
+                _barrier()  # the assembler moves no load past it: this one is to be under way during the arithmetic
+                if chunk == CHUNKS - 1:
+                    mbarrier.arrive(c_empty.index(C))
+                mask = (o_m < left)[:, None]
+                b_out, slope = _gelu(c.to(gl.float32))
+                gl.store(kept + first + offsets, slope.to(c.dtype) if KEEP else c, mask=mask)
+                gl.store(out + first + offsets, b_out.to(c.dtype), mask=mask)
+                first += CHUNK * columns
+                left -= CHUNK
+
+
+@gluon.jit
+def _gradient_of(results, out, kept, again, sums, rows, columns, KEEP: gl.constexpr):
+    """Multiplies a tile with GELU's slope where it is, CHUNK rows at a time, and sums its columns.
+
+    What it needs to have been kept is read two chunks ahead; if that is GELU's input, GELU's result is written again.
+    """
     c_slots, c_full, c_empty = results
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     CHUNKS: gl.constexpr = ROWS // CHUNK
@@ -149,42 +192,40 @@ def _epilogue(results, bias, pre, out, dpre, partial, rows, columns, GRADIENT: g
     step = CHUNK * columns
     for n in range(_count(rows, columns)):
         i, j = _tile(n, rows, columns)
-        first = i.to(gl.int64) * columns + j
-        left = rows - i
-        b_bias = gl.load(bias + j + o_n).to(gl.float32)[None, :]
+        first, left = i.to(gl.int64) * columns + j, rows - i
         total = gl.zeros([CHUNK, N], gl.float32, LAYOUT)
-        if GRADIENT:  # read long before they are wanted
-            soon = gl.load(pre + first + offsets, mask=(o_m < left)[:, None], other=0.0)
-            later = gl.load(pre + (first + step) + offsets, mask=(o_m < left - CHUNK)[:, None], other=0.0)
+        soon = gl.load(kept + first + offsets, mask=(o_m < left)[:, None], other=0.0)
+        later = gl.load(kept + (first + step) + offsets, mask=(o_m < left - CHUNK)[:, None], other=0.0)
         for C in gl.static_range(2):
             mbarrier.wait(c_full.index(C), n & 1)
             for chunk in gl.static_range(CHUNKS):
-                mask = (o_m < left)[:, None]
                 c = c_slots.index(C).slice(chunk * CHUNK, CHUNK).load(LAYOUT)
+                slope = soon.to(gl.float32)
+                soon = later
+                if C * CHUNKS + chunk + 2 < 2 * CHUNKS:
+                    mask = (o_m < left - 2 * CHUNK)[:, None]
+                    later = gl.load(kept + (first + 2 * step) + offsets, mask=mask, other=0.0)
                 if chunk == CHUNKS - 1:
                     _barrier()  # all warps have read
                     mbarrier.arrive(c_empty.index(C))
-                if GRADIENT:
-                    v = soon.to(gl.float32) + b_bias
-                    soon = later
-                    if C * CHUNKS + chunk + 2 < 2 * CHUNKS:
-                        later = gl.load(
-                            pre + (first + 2 * step) + offsets, mask=(o_m < left - 2 * CHUNK)[:, None], other=0.0
-                        )
-                    s = _sigmoid(v)
-                    d = c.to(gl.float32) * (s + v * (s - s * s) * (SLOPE + 3 * CUBIC * v * v))
-                    gl.store(dpre + first + offsets, d.to(c.dtype), mask=mask)
-                    total += d
-                    if AGAIN:
-                        gl.store(out + first + offsets, (v * s).to(c.dtype), mask=mask)
-                else:
-                    v = c.to(gl.float32) + b_bias
-                    gl.store(pre + first + offsets, c, mask=mask)
-                    gl.store(out + first + offsets, (v * _sigmoid(v)).to(c.dtype), mask=mask)
+                mask = (o_m < left)[:, None]
+                if not KEEP:
+                    b_out, slope = _gelu(slope)
+                    gl.store(again + first + offsets, b_out.to(c.dtype), mask=mask)
+                d = c.to(gl.float32) * slope
+                gl.store(out + first + offsets, d.to(c.dtype), mask=mask)
+                total += d
                 first += step
                 left -= CHUNK
-        if GRADIENT:
-            gl.store(partial + i // M * columns + j + o_n, gl.sum(total, 0))
+        gl.store(sums + i // M * columns + j + o_n, gl.sum(total, 0))
+
+
+@gluon.jit
+def _epilogue(results, out, kept, again, sums, rows, columns, GRADIENT: gl.constexpr, KEEP: gl.constexpr):
+    if GRADIENT:
+        _gradient_of(results, out, kept, again, sums, rows, columns, KEEP)
+    else:
+        _gelu_of(results, out, kept, rows, columns, KEEP)
 
 
 @gluon.jit
@@ -200,15 +241,15 @@ def _ring(SLOTS: gl.constexpr, READERS: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["rows"])
 def linear_gelu_kernel(
-    a, b, bias, pre, out, dpre, partial, rows, columns, depth,
-    TRANSPOSED: gl.constexpr, GRADIENT: gl.constexpr, AGAIN: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    a, b, bias, out, kept, again, sums, rows, columns, depth,
+    GRADIENT: gl.constexpr, KEEP: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """C = A B, a reading [M, K] of A; b [N, K] of B^T where it is TRANSPOSED, else [K, N] of B.
+    """out = gelu(C) for C = A B + bias, and `kept` GELU's slope there or, unless KEEP, C itself. With GRADIENT and no
+    bias: out = C times the slope, which is `kept` or made of it; sums (cdiv(rows, M), columns) fp32 that over the rows
+    of each tile; and unless KEEP again = gelu(kept).
 
-    Without GRADIENT pre = C and out = gelu(C + bias); with it dpre = C gelu'(pre + bias), partial (cdiv(rows, M),
-    columns) fp32 its sums over the rows of each tile, and where it is wanted AGAIN out = gelu(pre + bias).
-    pre, out, dpre (rows, columns), contiguous. Grid: any number of programs up to that of the tiles.
+    a reads [M, K] of A; b [N, K] of B^T or, with GRADIENT, [K, N] of B; out, kept and again are (rows, columns),
+    contiguous, columns a multiple of N; what is not used is None. Grid: any number of programs up to that of the tiles.
     """
     a_slots = gl.allocate_shared_memory(a.dtype, [STAGES, M, K], a.layout)
     b_slots = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)  # noqa: RUF005
@@ -221,40 +262,37 @@ def linear_gelu_kernel(
     shape = (rows, columns, depth)
     gl.warp_specialize(
         [
-            (_multiplier, (0, a, b, rings, results, shape, TRANSPOSED)),
-            (_multiplier, (1, a, b, rings, results, shape, TRANSPOSED)),
-            (_epilogue, (results, bias, pre, out, dpre, partial, rows, columns, GRADIENT, AGAIN)),
+            (_multiplier, (0, a, b, bias, rings, results, shape, GRADIENT)),
+            (_multiplier, (1, a, b, bias, rings, results, shape, GRADIENT)),
+            (_epilogue, (results, out, kept, again, sums, rows, columns, GRADIENT, KEEP)),
         ],
         [4, 4],
         [REGISTERS, REGISTERS],
     )
 
 
-_GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-
-
 @cache
 def _layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for([rows, columns], _GLUON_TYPES[dtype])
+    kind = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[dtype]
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], kind)
 
 
 def _tiles_of(x: Tensor, rows: int, columns: int):
     return descriptor(x, [rows, columns], _layout(rows, columns, x.dtype))
 
 
-def _arguments(a, weight, bias, pre, out, dpre, partial, transposed: bool, gradient: bool, again: bool) -> tuple:
+def _arguments(a, b, bias, out, kept, again, sums, gradient: bool, keep: bool) -> tuple:
     """Tensors, numbers and constants of linear_gelu_kernel."""
-    b = _tiles_of(weight, N.value, K.value) if transposed else _tiles_of(weight, K.value, N.value)
-    tensors = _tiles_of(a, M.value, K.value), b, bias, pre, out, dpre, partial
-    numbers = *pre.shape, a.shape[1]
-    return tensors, numbers, (transposed, gradient, again, REGISTERS)
+    tiles = _tiles_of(b, K.value, N.value) if gradient else _tiles_of(b, N.value, K.value)
+    tensors = _tiles_of(a, M.value, K.value), tiles, bias, out, kept, again, sums
+    return tensors, (*out.shape, a.shape[1]), (gradient, keep, REGISTERS)
 
 
-def compilation(dtype: torch.dtype, gradient: bool, again: bool) -> tuple[dict, dict, dict]:
+def compilation(dtype: torch.dtype, gradient: bool, keep: bool) -> tuple[dict, dict, dict]:
     """Signature, constants and options of linear_gelu_kernel, to compile it ahead of time."""
-    x, bias, partial = torch.empty((M.value, N.value), dtype=dtype), torch.empty(1), torch.empty(1)
-    results = (x, x if again else None, x, partial) if gradient else (x, x, None, None)
-    tensors, _, constants = _arguments(x, x, bias, *results, not gradient, gradient, again)
+    x, floats = torch.empty((M.value, N.value), dtype=dtype), torch.empty(1)
+    others = (None, x, x, None if keep else x, floats) if gradient else (floats, x, x, None, None)
+    tensors, _, constants = _arguments(x, x, *others, gradient, keep)
     names = linear_gelu_kernel.arg_names
     signature = {name: "constexpr" if t is None else mangle_type(t) for name, t in zip(names, tensors, strict=False)}
     values = {name: None for name, kind in signature.items() if kind == "constexpr"}
@@ -268,26 +306,26 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _launch(a: Tensor, weight: Tensor, bias: Tensor, *results, transposed: bool, gradient: bool, again: bool) -> None:
-    (rows, columns), device = results[0].shape, a.device
+def _launch(a, b, bias, out, kept, again, sums, gradient: bool, keep: bool) -> None:
+    (rows, columns), device = out.shape, a.device
     programs = min(-(-rows // M.value) * (columns // N.value), _multiprocessors(device))
-    arguments = _arguments(a, weight, bias, *results, transposed, gradient, again)
+    arguments = _arguments(a, b, bias, out, kept, again, sums, gradient, keep)
     with torch.cuda.device_of(a):
-        launch(linear_gelu_kernel, (a.dtype, bias.dtype, device), programs, *arguments, num_warps=4)
+        launch(linear_gelu_kernel, (a.dtype, bias is None or bias.dtype, device), programs, *arguments, num_warps=4)
 
 
-def forward(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+def forward(x: Tensor, weight: Tensor, bias: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
     """Same contract as definition.forward, where is_fused."""
-    pre = x.new_empty((x.shape[0], weight.shape[0]))
-    out = torch.empty_like(pre)
-    _launch(x, weight, bias, pre, out, None, None, transposed=True, gradient=False, again=False)
-    return pre, out
+    out = x.new_empty((x.shape[0], weight.shape[0]))
+    kept = torch.empty_like(out)
+    _launch(x, weight, bias, out, kept, None, None, gradient=False, keep=keep)
+    return kept, out
 
 
-def backward(dout: Tensor, weight: Tensor, pre: Tensor, bias: Tensor, again: bool) -> tuple[Tensor, Tensor, Tensor]:
+def backward(dout: Tensor, weight: Tensor, kept: Tensor, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Same contract as definition.backward, where is_fused."""
-    rows, columns = pre.shape
-    dpre, out = torch.empty_like(pre), torch.empty_like(pre) if again else None
-    partial = torch.empty((-(-rows // M.value), columns), dtype=torch.float32, device=pre.device)
-    _launch(dout, weight, bias, pre, out, dpre, partial, transposed=False, gradient=True, again=again)
-    return dpre, partial.sum(0).to(bias.dtype), pre.new_empty(0) if out is None else out
+    rows, columns = kept.shape
+    dpre, again = torch.empty_like(kept), None if keep else torch.empty_like(kept)
+    sums = torch.empty((-(-rows // M.value), columns), dtype=torch.float32, device=kept.device)
+    _launch(dout, weight, None, dpre, kept, again, sums, gradient=True, keep=keep)
+    return dpre, sums.sum(0), kept.new_empty(0) if again is None else again

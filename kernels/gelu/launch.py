@@ -7,29 +7,43 @@ from torch import Tensor
 from kernels.gelu import triton_kernels
 from kernels.launcher import arch_of, are_aligned, triton_version
 
+TILE = 128, 256  # of hopper.py
+MULTIPROCESSORS = 132  # of an H100 or H200
+
 
 def is_fused(rows: int, columns: int, depth: int, dtype: torch.dtype, arch: str) -> bool:
-    """Whether hopper.py multiplies (rows, depth) by (depth, columns): on sm_90 under Triton 3.6 or later, in 16 bits,
-    with whole tiles of columns, rows that TMA can read, and work for every multiprocessor."""
+    """Whether hopper.py multiplies (rows, depth) by (depth, columns).
+
+    It does on sm_90 under Triton 3.6 or later, in 16 bits, for whole tiles of columns, rows that TMA can read, and a
+    tile for every multiprocessor: all widths of GPT-2 in training, none in generation.
+    """
     if arch != "sm_90" or triton_version() < (3, 6) or dtype.itemsize != 2:
         return False
-    return columns % 256 == 0 and depth % 8 == 0 and rows * columns >= 132 * 128 * 256
+    whole = columns % TILE[1] == 0 and depth % 8 == 0
+    return whole and -(-rows // TILE[0]) * (columns // TILE[1]) >= MULTIPROCESSORS
 
 
-def forward(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+def _fuses(rows: int, columns: int, *factors: Tensor) -> bool:
+    """is_fused of these factors, the first of which is (rows, depth)."""
+    dtype, arch = factors[0].dtype, arch_of(factors[0].device)
+    fits = is_fused(rows, columns, factors[0].shape[1], dtype, arch)
+    return fits and are_aligned(*factors) and all(x.is_contiguous() for x in factors)
+
+
+def forward(x: Tensor, weight: Tensor, bias: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
     """Same contract as definition.forward."""
-    if is_fused(x.shape[0], *weight.shape, x.dtype, arch_of(x.device)) and are_aligned(x, weight):
+    if _fuses(len(x), len(weight), x, weight):
         from kernels.gelu import hopper  # Gluon, which is for no other GPU
 
-        return hopper.forward(x, weight, bias)
-    pre = F.linear(x, weight)
-    return pre, triton_kernels.forward(pre, bias)
+        return hopper.forward(x, weight, bias, keep)
+    pre = F.linear(x, weight, bias.to(x.dtype))
+    return pre, triton_kernels.forward_(pre, keep)
 
 
-def backward(dout: Tensor, weight: Tensor, pre: Tensor, bias: Tensor, again: bool) -> tuple[Tensor, Tensor, Tensor]:
+def backward(dout: Tensor, weight: Tensor, kept: Tensor, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Same contract as definition.backward."""
-    if is_fused(*pre.shape, dout.shape[1], dout.dtype, arch_of(dout.device)) and are_aligned(dout, weight, pre):
+    if _fuses(*kept.shape, dout, weight):
         from kernels.gelu import hopper
 
-        return hopper.backward(dout, weight, pre, bias, again)
-    return triton_kernels.backward(dout @ weight, pre, bias, again)
+        return hopper.backward(dout, weight, kept, keep)
+    return triton_kernels.backward(dout @ weight, kept, keep)

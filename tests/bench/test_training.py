@@ -135,6 +135,7 @@ def test_speed_memory_and_floor_are_compared_at_the_best(cell):
         ("void cublasLt::splitKreduce_kernel<32, 16, int>", "matmul"),
         ("void at::native::multi_tensor_apply_kernel<FusedOptimizerTensorListMetadata>", "optimizer"),
         ("gelu_gradient_kernel", "normalisation and elementwise"),
+        ("linear_gelu_kernel", "matmul"),
         ("triton_per_fused__to_copy_add_native_layer_norm_5", "normalisation and elementwise"),
     ],
 )

@@ -177,8 +177,8 @@ def compile_gluon(kernel, signature: dict, constants: dict, options: dict, sizes
 
 def compile_fused(job: tuple) -> list[dict]:
     """A matrix product of Hopper with GELU in its epilogue."""
-    dtype, gradient, again = job
-    compilation = hopper_gelu.compilation(DTYPES[dtype], gradient, again)
+    dtype, gradient, keep = job
+    compilation = hopper_gelu.compilation(DTYPES[dtype], gradient, keep)
     compiled = compile_gluon(hopper_gelu.linear_gelu_kernel, *compilation, ("columns", "depth"))
     return [report("sm_90", compiled, fused=job)]
 
@@ -189,12 +189,11 @@ def others(dtype: str) -> dict:
     upcast = {"UPCAST": False}
     loss = (data, "*i64", fp32, size, size, size), {"N": cross_entropy.LONGEST_BLOCK, "GRADIENT": True} | upcast
     (m, n, forward_warps), (rows, columns, backward_warps) = gelu.FORWARD, gelu.BACKWARD
-    forward = (data, fp32, data, size, size), {"M": m, "N": n} | upcast
+    forward = (data, data, size, size), {"M": m, "N": n, "KEEP": True} | upcast
     m_s, n_s, softmax_warps = softmax.tile(LONGEST_ROW)
     masks = {"M": m_s, "N": n_s, "CAUSAL": True, "DOCUMENTS": True, "DROPOUT": True} | upcast
     rows_of_scores = (data, data, data, "*i32", "*i32", *[size] * 4, fp32[1:], size, fp32[1:]), masks
-    backward = (data, data, fp32, data, data, fp32, size, size, size)
-    backward = backward, {"M": rows, "N": columns, "AGAIN": True} | upcast
+    backward = (data, data, data, data, fp32, size, size, size), {"M": rows, "N": columns, "KEEP": False} | upcast
     return {
         "cross_entropy": (cross_entropy.cross_entropy_kernel, *loss, cross_entropy.WARPS),
         "softmax": (softmax.softmax_kernel, *rows_of_scores, softmax_warps),
@@ -234,8 +233,8 @@ def specialised() -> list[tuple]:
 
 
 def fused() -> list[tuple]:
-    """Jobs for the products with GELU: dtype, whether of the gradient, whether GELU's output is made again."""
-    return [(dtype, *kind) for dtype in ("bf16", "fp16") for kind in ((False, False), (True, False), (True, True))]
+    """Jobs for the products with GELU: dtype, whether of the gradient, whether GELU's result is kept."""
+    return list(itertools.product(("bf16", "fp16"), (False, True), (False, True)))
 
 
 def tuned() -> list[tuple]:
