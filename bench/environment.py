@@ -29,13 +29,13 @@ def environment() -> dict:
     }
 
 
-def check_same(then: dict, now: dict, file: Path, remedy: str) -> None:
+def check_same(then: dict, now: dict, file: Path, remedy: str, any_commit: bool = False) -> None:
     """Refuses to add to results that were measured on another machine, with other versions or at another commit.
 
     Raises:
         UserError: they were; it names what differs and the remedy.
     """
-    for key in ("gpu", "driver", "torch", "triton", "commit"):
+    for key in ("gpu", "driver", "torch", "triton", *([] if any_commit else ["commit"])):
         if then[key] != now[key]:
             raise UserError(f"{file} has {key} {then[key]}, not {now[key]}; {remedy}")
 

@@ -148,16 +148,18 @@ def first_steps(arguments: argparse.Namespace) -> dict[str, float]:
 
 
 def begin(out: Path | None, add: bool, cells: list[Cell]) -> dict:
-    """Results without rows, or with those that the file has of other cells.
+    """Results without rows, or with those that the file has of other cells, each of which tells its commit: only the
+    rows of one cell are ever compared.
 
     Raises:
-        UserError: they were measured on another machine, with other versions or at another commit.
+        UserError: they were measured on another machine or with other versions.
     """
     here = environment()
     if not (add and out and out.is_file()):
         return {"environment": here, "rows": []}
     results = json.loads(out.read_text())
-    check_same(results["environment"], here, out, "without --add all is measured anew")
+    check_same(results["environment"], here, out, "without --add all is measured anew", any_commit=True)
+    results["environment"] = here
     again = {(cell.model, cell.context_length) for cell in cells}
     results["rows"] = [row for row in results["rows"] if (row["model"], row["context_length"]) not in again]
     return results
@@ -244,7 +246,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--budget-seconds", type=float, default=3600, help="no cell is begun after so long (3600)")
     add("--gpu", help="folder under bench/results; by default made of the device's name")
     add("--out", type=output_file, help="file to write; part of the cells is written only if this is given")
-    add("--add", action="store_true", help="keep the rows of other cells that the file has")
+    add(
+        "--add", action="store_true", help="keep the rows of other cells that the file has, whatever commit they are of"
+    )
     return parser.parse_args(argv)
 
 
@@ -275,7 +279,8 @@ def run(arguments: argparse.Namespace) -> None:
             print(f"--budget-seconds are spent; skipped: {', '.join(c.name for c in cells[number:])}")
             break
         print(f"{cell.name} ({time.monotonic() - started:.0f} s)", flush=True)
-        results["rows"] += (new := measure(cell, arguments, gpu))
+        new = [row | {"commit": results["environment"]["commit"]} for row in measure(cell, arguments, gpu)]
+        results["rows"] += new
         print(f"  {ratios(new)}", flush=True)
         if out:
             write(out, results)

@@ -102,7 +102,8 @@ def documents_table(results: Path) -> str:
 def training_table(results: Path) -> str:
     """Each trainer at its best micro-batch, beside nanoGPT's in the same run and the floor, from bench.training."""
     names = {"ours": "ours", "nanogpt": "nanoGPT", "huggingface": "Hugging Face"}
-    rows = json.loads((results / "h200" / "training.json").read_text())["rows"]
+    file = json.loads((results / "h200" / "training.json").read_text())
+    rows, where, commits = file["rows"], file["environment"], {}
     lines = [
         "| model, context | trainer, attention | micro-batch | tokens/s | x nanoGPT | of the floor | peak memory |",
         "|---|---|--:|--:|--:|--:|--:|",
@@ -124,6 +125,9 @@ def training_table(results: Path) -> str:
             f"| {rounded_down(speed / peer) if peer else '-'} | {rounded_down(speed / floor) if floor else '-'} "
             f"| {row['peak_gib']:.1f} GiB |"
         )
+        commits.setdefault(row["commit"][:12], {})[f"{row['model']} {row['context_length']:,}"] = None
+    measured = "; ".join(f"{', '.join(cells)} at commit {commit}" for commit, cells in commits.items())
+    lines += ["", f"One {where['gpu']} (torch {where['torch']}, Triton {where['triton']}): {measured}."]
     return "\n".join(lines)
 
 

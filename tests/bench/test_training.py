@@ -168,15 +168,17 @@ def test_without_its_file_nanogpt_is_left_out():
     assert list(map(str, chosen)) == ["ours:flash2"]
 
 
-def test_rows_of_other_cells_stay_unless_they_are_of_another_commit(tmp_path, monkeypatch):
+def test_rows_of_other_cells_stay_unless_they_are_of_another_machine(tmp_path, monkeypatch):
     here = {"gpu": "a", "driver": "b", "torch": "c", "triton": "d", "commit": "e"}
     monkeypatch.setattr(training, "environment", lambda: dict(here))
-    rows = [{"model": "gpt2", "context_length": n} for n in (1024, 8192)]
+    rows = [{"model": "gpt2", "context_length": n, "commit": "e"} for n in (1024, 8192)]
     out = tmp_path / "training.json"
     out.write_text(json.dumps({"environment": here, "rows": rows}))
     cells = [SimpleNamespace(model="gpt2", context_length=1024)]
-    assert training.begin(out, True, cells)["rows"] == rows[1:]
     assert training.begin(out, False, cells)["rows"] == []
     here["commit"] = "f"
-    with pytest.raises(UserError, match="commit e, not f"):
+    results = training.begin(out, True, cells)
+    assert results["rows"] == rows[1:] and results["environment"] == here
+    here["torch"] = "g"
+    with pytest.raises(UserError, match="torch c, not g"):
         training.begin(out, True, cells)
