@@ -43,8 +43,9 @@ def markdown(rows: list[dict]) -> str:
     return (
         f"{table(['model', 'context', *(f'`{name}`' for name in ATTENTIONS), *paper], lines)}\n\n"
         f"TFLOP/s of one device by the papers' count, 6 N + 12 L d T a token; bf16, micro-batches of "
-        f"{', '.join(batches)}, the same for all attentions, no activations computed twice. The paper's columns are of "
-        "8 A100, per GPU."
+        f"{', '.join(batches)}, the same for all attentions, no activations computed twice. `flash1` has a program for "
+        "each head of each sequence, so that one sequence leaves most of the GPU idle. The paper's columns are of 8 "
+        "A100, per GPU."
     )
 
 

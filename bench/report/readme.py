@@ -14,7 +14,7 @@ from errors import UserError
 matplotlib.use("svg")  # draws without a screen
 matplotlib.rcParams["svg.hashsalt"] = "gpt2-flash"  # the same picture from the same numbers
 README = ROOT / "README.md"
-PAPER = "gpt2", "gpt2_context", "io", "memory"  # tables of bench.paper
+PAPER = "gpt2", "gpt2_context", "gpt3", "io", "memory"  # tables of bench.paper
 RESULTS = ROOT / "bench" / "results"
 COLOURS = {"naive": "#888888", "sdpa": "#1f77b4", "flash2": "#d62728"}
 
