@@ -40,10 +40,9 @@ from kernels.dropout import threshold
 from kernels.flash2.options import Options
 from kernels.flash2.tiles import SpecialisedBackward, padded_head_dim, split_head_dim
 from kernels.launcher import descriptor, launch, strides
+from kernels.warpgroups import barrier, multiprocessors
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
-
-_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # Triton 3.6's name, then 3.7's
 
 
 @builtin
@@ -343,7 +342,7 @@ def _consumer(
         if FUSED:
             ds_s.store(ds16)
             fence_async_shared()
-        _barrier()
+        barrier()
         if t > 0:  # all warps are past dK of the tile before
             mbarrier.arrive(q_empty.index((t - 1) % QS), count=1)
         if FUSED:
@@ -368,7 +367,7 @@ def _consumer(
                 dq_1 = warpgroup_mma_wait(PARTS, deps=(dq_1,))
                 dq1_s.reshape([M * D1]).store(_in_register_order(dq_1, M, D1, WM, WN))
             fence_async_shared()
-        _barrier()
+        barrier()
         mbarrier.arrive(do_empty.index(o), count=1)
         if D1:
             dk, dk_1 = warpgroup_mma_wait(0, deps=(dk, dk_1))
@@ -381,14 +380,14 @@ def _consumer(
         b_dk, b_dv, b_dk1, b_dv1 = warpgroup_mma_wait(0, deps=(dk, dv, dk_1, dv_1))
     else:
         b_dk, b_dv = warpgroup_mma_wait(0, deps=(dk, dv))
-    _barrier()
+    barrier()
     b_v0.store((b_dv * keep_scale).to(dtype))
     b_k0.store((b_dk * (scale * keep_scale)).to(dtype))
     if D1:
         b_v1.store((b_dv1 * keep_scale).to(dtype))
         b_k1.store((b_dk1 * (scale * keep_scale)).to(dtype))
     fence_async_shared()
-    _barrier()
+    barrier()
     tma.async_copy_shared_to_global(dv0, [batch, j, kv_head, 0], v0_s)
     tma.async_copy_shared_to_global(dk0, [batch, j, kv_head, 0], k0_s)
     if D1:
@@ -522,7 +521,7 @@ def _tiles_of(x: Tensor, *block: int) -> TensorDescriptor:
 @cache
 def _section(key_tiles: int, resident: int, causal: bool, device: torch.device) -> int:
     """How many heads _place deals out together: as many as run at a time where tiles differ in length, else one."""
-    programs = resident * torch.cuda.get_device_properties(device).multi_processor_count
+    programs = resident * multiprocessors(device)
     return max(programs // key_tiles, 1) if causal else 1
 
 

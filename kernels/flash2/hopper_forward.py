@@ -32,6 +32,7 @@ from kernels.flash2.options import Options
 from kernels.flash2.tiles import SpecialisedForward, split_head_dim
 from kernels.flash2.triton_kernels import natural_logsumexp
 from kernels.launcher import descriptor, launch
+from kernels.warpgroups import multiprocessors, ring
 
 LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
 CONSUMERS: gl.constexpr = gl.constexpr(2)  # warpgroups
@@ -408,17 +409,6 @@ def _slots(x0, x1, SLOTS: gl.constexpr, D1: gl.constexpr):
     return slots0, slots1
 
 
-@gluon.jit
-def _barriers(SLOTS: gl.constexpr, READERS: gl.constexpr):
-    """Of a ring of slots: full, and emptied by READERS consumers."""
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(SLOTS):
-        mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=READERS)
-    return full, empty
-
-
 @gluon.jit(do_not_specialize=["batches", "heads", "groups", "seq_q", "seq_k", "section", "threshold"])
 def forward_kernel(
     q0, q1, k0, k1, v0, v1, out, logsumexp, numbers,
@@ -438,8 +428,8 @@ def forward_kernel(
     q_slots = _slots(q0, q1, 2 * CONSUMERS, D1)
     k_slots = _slots(k0, k1, STAGES, D1)
     v_slots = _slots(v0, v1, STAGES, D1)
-    q_full, q_empty = _barriers(2 * CONSUMERS, 1)
-    full, empty = _barriers(STAGES, CONSUMERS)
+    q_full, q_empty = ring(2 * CONSUMERS, 1)
+    full, empty = ring(STAGES, CONSUMERS)
     rings = (q_slots, k_slots, v_slots, q_full, q_empty, full, empty)
     shape = (batches, heads, seq_q, seq_k, section)
     reads = (q0, q1, k0, k1, v0, v1, groups)
@@ -459,11 +449,6 @@ def forward_kernel(
 @cache
 def _shared_layout(columns: int) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(swizzle_byte_width=min(2 * columns, 128), element_bitwidth=16, rank=4)
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _section(heads: int, rows: int, programs: int, causal: bool) -> int:
@@ -518,7 +503,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, config: Specialis
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     logsumexp = torch.empty((batch, heads, seq_q), dtype=torch.float32, device=q.device)
     rows = -(-seq_q // M.value)
-    programs = min(batch * heads * rows, _multiprocessors(q.device))
+    programs = min(batch * heads * rows, multiprocessors(q.device))
     section = _section(batch * heads, rows, programs, options.causal)
     sizes = batch, heads, heads // kv_heads, seq_q, seq_k, section
     numbers = *sizes, options.scale, threshold(options.dropout_p), 1 / (1 - options.dropout_p)

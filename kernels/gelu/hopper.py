@@ -11,7 +11,8 @@ the multiplying warpgroups starts the loads.
 
 An H200 multiplies at the limit of its power, and of what shared memory delivers. So the epilogue reads a tile once and
 uses neither for anything else: what it reads and writes besides goes between global memory and registers (by TMA, the
-gradient took 1.2 times as long), and it computes the slope in the forward pass alone, which has to compute most of it.
+gradient took 1.2 times as long); and the slope is computed in the forward pass, which has to compute most of it, unless
+memory is to be saved.
 
 M rows and N columns of a tile, K depth of a step; accumulators are fp32.
 """
@@ -31,21 +32,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.runtime.jit import mangle_type
 
+from kernels.gelu.launch import TILE
+from kernels.gelu.triton_kernels import CUBIC, MINUS_LOG2_E, SLOPE
 from kernels.launcher import descriptor, launch
+from kernels.warpgroups import barrier, multiprocessors, ring
 
 ROWS: gl.constexpr = gl.constexpr(64)  # of a multiplying warpgroup: the M of wgmma
-M: gl.constexpr = gl.constexpr(128)
-N: gl.constexpr = gl.constexpr(256)
+M: gl.constexpr = gl.constexpr(TILE[0])
+N: gl.constexpr = gl.constexpr(TILE[1])
 K: gl.constexpr = gl.constexpr(64)
 STAGES: gl.constexpr = gl.constexpr(3)
 GROUP: gl.constexpr = gl.constexpr(32)  # tiles of rows that are computed for all columns before the next ones are
 CHUNK: gl.constexpr = gl.constexpr(8)  # rows that the epilogue has in registers at a time: those of a swizzle
 REGISTERS = 168  # of a thread: as many for each of the three warpgroups
-MINUS_LOG2_E: gl.constexpr = gl.constexpr(-1.4426950408889634)
-SLOPE: gl.constexpr = gl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
-CUBIC: gl.constexpr = gl.constexpr(0.07135481627159977)  # 0.044715 times that
-
-_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # Triton 3.6's name, then 3.7's
 
 
 @gluon.jit
@@ -60,7 +59,7 @@ def _tile(n, rows, columns):
     t = gl.program_id(0) + n * gl.num_programs(0)
     across = columns // N
     first = t // (GROUP * across) * GROUP
-    height = gl.minimum(gl.cdiv(rows, M) - first, GROUP)
+    height = gl.maximum(gl.minimum(gl.cdiv(rows, M) - first, GROUP), 1)  # also past the last tile, which is not loaded
     t -= first * across
     return (first + t % height) * M, t // height * N
 
@@ -130,7 +129,7 @@ def _multiplier(C: gl.constexpr, a, b, bias, rings, results, shape, GRADIENT: gl
         mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES))
         mbarrier.wait(c_empty.index(C), (n + 1) & 1)
         c_slots.index(C).store(c)
-        _barrier()  # all warps have written
+        barrier()  # all warps have written
         mbarrier.arrive(c_full.index(C))
 
 
@@ -166,7 +165,7 @@ def _gelu_of(results, out, kept, rows, columns, KEEP: gl.constexpr):
                 c = c_next
                 if chunk < CHUNKS - 1:
                     c_next = c_slots.index(C).slice((chunk + 1) * CHUNK, CHUNK).load(LAYOUT)
-                _barrier()  # the assembler moves no load past it: this one is to be under way during the arithmetic
+                barrier()  # the assembler moves no load past it: this one is to be under way during the arithmetic
                 if chunk == CHUNKS - 1:
                     mbarrier.arrive(c_empty.index(C))
                 mask = (o_m < left)[:, None]
@@ -206,7 +205,7 @@ def _gradient_of(results, out, kept, again, sums, rows, columns, KEEP: gl.conste
                     mask = (o_m < left - 2 * CHUNK)[:, None]
                     later = gl.load(kept + (first + 2 * step) + offsets, mask=mask, other=0.0)
                 if chunk == CHUNKS - 1:
-                    _barrier()  # all warps have read
+                    barrier()  # all warps have read
                     mbarrier.arrive(c_empty.index(C))
                 mask = (o_m < left)[:, None]
                 if not KEEP:
@@ -228,17 +227,6 @@ def _epilogue(results, out, kept, again, sums, rows, columns, GRADIENT: gl.const
         _gelu_of(results, out, kept, rows, columns, KEEP)
 
 
-@gluon.jit
-def _ring(SLOTS: gl.constexpr, READERS: gl.constexpr):
-    """Barriers of a ring of slots: full, and emptied by READERS warpgroups."""
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(SLOTS):
-        mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=READERS)
-    return full, empty
-
-
 @gluon.jit(do_not_specialize=["rows"])
 def linear_gelu_kernel(
     a, b, bias, out, kept, again, sums, rows, columns, depth,
@@ -255,8 +243,8 @@ def linear_gelu_kernel(
     b_slots = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)  # noqa: RUF005
     C_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, N], a.dtype)
     c_slots = gl.allocate_shared_memory(a.dtype, [2, ROWS, N], C_LAYOUT)
-    full, empty = _ring(STAGES, 2)
-    c_full, c_empty = _ring(2, 1)
+    full, empty = ring(STAGES, 2)
+    c_full, c_empty = ring(2, 1)
     rings = (a_slots, b_slots, full, empty)
     results = (c_slots, c_full, c_empty)
     shape = (rows, columns, depth)
@@ -301,14 +289,9 @@ def compilation(dtype: torch.dtype, gradient: bool, keep: bool) -> tuple[dict, d
     return signature | dict.fromkeys(names[len(signature) :], "constexpr"), values, {"num_warps": 4}
 
 
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def _launch(a, b, bias, out, kept, again, sums, gradient: bool, keep: bool) -> None:
     (rows, columns), device = out.shape, a.device
-    programs = min(-(-rows // M.value) * (columns // N.value), _multiprocessors(device))
+    programs = min(-(-rows // M.value) * (columns // N.value), multiprocessors(device))
     arguments = _arguments(a, b, bias, out, kept, again, sums, gradient, keep)
     with torch.cuda.device_of(a):
         launch(linear_gelu_kernel, (a.dtype, bias is None or bias.dtype, device), programs, *arguments, num_warps=4)
@@ -316,7 +299,7 @@ def _launch(a, b, bias, out, kept, again, sums, gradient: bool, keep: bool) -> N
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
     """Same contract as definition.forward, where is_fused."""
-    out = x.new_empty((x.shape[0], weight.shape[0]))
+    out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
     kept = torch.empty_like(out)
     _launch(x, weight, bias, out, kept, None, None, gradient=False, keep=keep)
     return kept, out

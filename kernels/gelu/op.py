@@ -47,12 +47,14 @@ class _GeluMLP(torch.autograd.Function):
 def gelu_mlp(
     x: Tensor, weight: Tensor, bias: Tensor, out_weight: Tensor, out_bias: Tensor, keep: bool = True
 ) -> Tensor:
-    """gelu(x weight^T + bias) out_weight^T + out_bias in x's dtype, with tanh-GELU.
+    """gelu(x weight^T + bias) out_weight^T + out_bias in x's dtype, autocast or not, with tanh-GELU.
 
     x (..., D), weight (C, D), bias (C,), out_weight (E, C) and out_bias (E,), in floating dtypes. The gradient of
     GELU's bias is summed in fp32. Where it is not to `keep` what GELU gives, half of what is kept for the backward
-    pass, that makes it again.
+    pass, that makes it again; and GELU's slope with it, which is rounded to x's dtype where it is kept.
     """
     weight, out_weight, out_bias = (parameter.to(x.dtype) for parameter in (weight, out_weight, out_bias))
-    out = _GeluMLP.apply(x.contiguous().flatten(0, -2), weight, bias, out_weight, out_bias, keep)
+    rows, keep = x.contiguous().flatten(0, -2), keep and torch.is_grad_enabled()
+    with torch.autocast(x.device.type, enabled=False):
+        out = _GeluMLP.apply(rows, weight, bias, out_weight, out_bias, keep)
     return out.view(*x.shape[:-1], -1)

@@ -1,9 +1,9 @@
 """Tanh-GELU (Hendrycks and Gimpel, 2016) in Triton, forward and backward.
 
 0.5 v (1 + tanh(u)) with u = sqrt(2 / pi) (v + 0.044715 v^3) is v sigmoid(2 u), one exponential instead of a tanh, which
-would be the bottleneck. The forward pass leaves the derivative for the backward pass where it has read the input, which
-nobody needs then. The backward pass sums its result by column while it has it: reading it again for the bias's gradient
-costs a third of the whole.
+would be the bottleneck. If GELU's result is kept, the forward pass leaves the derivative for the backward pass where it
+has read the input, which nobody needs then. The backward pass sums its result by column while it has it: reading it
+again for the bias's gradient costs a third of the whole.
 
 A program owns M rows and N columns; all tensors are (rows, columns), dense.
 """
@@ -91,7 +91,7 @@ def forward_(x: Tensor, keep: bool) -> Tensor:
 
 
 def backward(dout: Tensor, kept: Tensor, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """dout times GELU's slope (N, C) in its dtype; that summed over its rows, (C,) fp32; GELU's result or nothing."""
+    """dout times GELU's slope (N, C), in its dtype; its sums over rows (C,), in fp32; GELU's result or nothing."""
     (rows, columns), (m, n, warps) = kept.shape, BACKWARD
     slab = triton.cdiv(triton.cdiv(rows, m), SLABS) * m
     slabs = triton.cdiv(rows, slab)
@@ -99,4 +99,4 @@ def backward(dout: Tensor, kept: Tensor, keep: bool) -> tuple[Tensor, Tensor, Te
     again = kept.new_empty(0) if keep else torch.empty_like(kept)
     arguments = dout, kept, dx, again, sums, rows, columns, slab, m, n, keep, kept.device.type == "cpu"
     gelu_gradient_kernel[slabs, triton.cdiv(columns, n)](*arguments, num_warps=warps)
-    return dx, sums.sum(0), again
+    return dx, sums.sum(0).to(torch.promote_types(kept.dtype, torch.float32)), again

@@ -10,10 +10,14 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(1, 8, 3), (33, 192, 48), (70, 63, 16)]  # rows, columns, depth
 # Ragged rows, a depth that no step divides, one tile, and more tiles than the GPU has room for at a time.
-LARGE_SHAPES = [(128, 256, 64), (1, 256, 8), (33, 512, 200), (1000, 3072, 768), (4097, 6400, 1600), (20001, 3072, 768)]
+# Several tiles to a program, with one or two steps each, too.
+LARGE_SHAPES = [(128, 256, 64), (1, 256, 8), (33, 512, 200), (40000, 256, 64), (20000, 512, 128)]
+LARGE_SHAPES += [(1000, 3072, 768), (4097, 6400, 1600), (20001, 3072, 768)]
 
 
-def draw(rows: int, columns: int, depth: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+def draw(
+    rows: int, columns: int, depth: int, dtype: torch.dtype, bias_dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, ...]:
     """x, weight and bias of the layer before GELU; weight of the one after, and the gradient of what that gives. No
     matrix is square, and the first row reaches far out."""
     torch.manual_seed(columns)
@@ -21,13 +25,7 @@ def draw(rows: int, columns: int, depth: int, dtype: torch.dtype) -> tuple[torch
     x[0] *= 30
     out_weight, dout = columns**-0.5 * torch.randn(depth, columns), torch.randn(rows, depth)
     x, weight, out_weight, dout = (t.to(DEVICE, dtype) for t in (x, weight, out_weight, dout))
-    return x, weight, torch.randn(columns, device=DEVICE), out_weight, dout
-
-
-def poison(*tensors: torch.Tensor) -> None:
-    """Leaves NaN in the memory that results of these sizes will get."""
-    for x in tensors:
-        torch.empty_like(x).fill_(float("nan"))
+    return x, weight, torch.randn(columns).to(DEVICE, bias_dtype), out_weight, dout
 
 
 def gelu_and_slope(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,22 +44,21 @@ def check(implementation, rows: int, columns: int, depth: int, dtype: torch.dtyp
     x, weight, bias, out_weight, dout = draw(rows, columns, depth, dtype)
     exact = x.double() @ weight.double().T + bias.double()
     product = dout.double() @ out_weight.double()
-    poison(exact.to(dtype), exact.to(dtype))
     pre, out = implementation.forward(x, weight, bias, False)
     assert pre.dtype == out.dtype == dtype and is_rounded(pre, exact, 1.5)
     expected, expected_slope = gelu_and_slope(pre)
     assert is_rounded(out, expected)
-    poison(exact.to(dtype), exact.to(dtype))
     slope, same = implementation.forward(x, weight, bias, True)
     assert torch.equal(same, out) and is_rounded(slope, expected_slope)
     for keep, kept in ((False, pre), (True, slope)):
-        poison(exact.to(dtype), exact.to(dtype), bias)
         wanted = product * (kept.double() if keep else expected_slope)
         dpre, sums, again = implementation.backward(dout, out_weight, kept, keep)
         assert dpre.dtype == dtype and sums.dtype == torch.float32
         assert is_rounded(dpre, wanted, roundings=2**0.5)  # the product, then itself
+        # of what one rounding does to a term, half of eps at most and 0.21 in the mean: a second one makes it 0.3
+        share = 0.25 if rows > 100 else 0.5
         error = (sums.double() - wanted.sum(0)).norm()
-        assert error <= torch.finfo(dtype).eps * wanted.norm() + 1e-6 * wanted.abs().sum(0).norm()
+        assert error <= share * torch.finfo(dtype).eps * wanted.norm() + 1e-6 * wanted.abs().sum(0).norm()
         assert again.numel() == 0 if keep else torch.equal(again, out)
 
 
@@ -82,6 +79,30 @@ def test_hoppers_products_are_fp64s_rounded(dtype, shape):
     from kernels.gelu import hopper
 
     check(hopper, *shape, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bias_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_is_large_enough_is_fused_and_what_hopper_cannot_read_is_not(bias_dtype, monkeypatch):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("of Hopper alone")
+    from kernels.gelu import hopper
+
+    ran = []
+    monkeypatch.setattr(
+        hopper, "_launch", lambda *args, launch=hopper._launch, **kind: ran.append(1) or launch(*args, **kind)
+    )
+    x, weight, bias, _, _ = draw(2000, 3072, 768, torch.bfloat16, bias_dtype)
+    pre, out = launch.forward(x, weight, bias, False)
+    shifted = torch.cat([x.flatten(), x.new_zeros(1)])[1:].view_as(x)  # at an address that TMA does not take
+    spread = torch.stack([bias, bias], 1)[:, 0]
+    others = [
+        launch.forward(*of, False) for of in ((shifted, weight, bias), (x, weight, spread), (x[:8], weight, bias))
+    ]
+    assert len(ran) == 1
+    exact = x.double() @ weight.double().T + bias.double()
+    assert is_rounded(pre, exact, 1.5) and is_rounded(others[1][0], exact, 1.5)
+    assert is_rounded(out, gelu_and_slope(pre)[0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -114,6 +135,14 @@ def test_gradients_reach_all_parameters_through_any_shape(keep):
     gradients = [torch.autograd.grad(out, inputs, dout) for out in (found, expected)]
     for ours, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_the_result_is_in_the_inputs_dtype_under_autocast_too():
+    x, weight, bias, out_weight, _ = draw(6, 20, 5, torch.float32)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        out = gelu_mlp(x.requires_grad_(), weight, bias, out_weight, bias[:5])
+    out.sum().backward()
+    assert out.dtype == x.grad.dtype == torch.float32
 
 
 def test_the_operators_are_well_formed():

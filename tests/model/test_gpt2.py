@@ -283,6 +283,18 @@ def test_activation_checkpointing_changes_no_gradient_and_keeps_attention(attent
     assert attended == ([0, 0, 0] if attention in ("naive", "fused_softmax") else [2, 2, 2])
 
 
+def test_in_16_bits_selective_checkpointing_differs_by_the_rounding_of_gelus_slope():
+    gradients, tokens = [], tokens_of(2, 41)
+    for checkpointing in ("none", "selective"):
+        model = sharpen(build("sdpa"))
+        for block in model.h:
+            block.activation_checkpointing = checkpointing
+        with torch.autocast("cpu", torch.bfloat16):
+            model(tokens[:, :-1], tokens[:, 1:]).backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert 0 < (gradients[0] - gradients[1]).norm() <= torch.finfo(torch.bfloat16).eps * gradients[0].norm()
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "flash2"])
 def test_selective_checkpointing_keeps_no_result_of_gelu(attention):
     """Counted in what autograd saves: 4 n_embd numbers a token and block less, and nothing more."""
