@@ -177,8 +177,7 @@ def compile_gluon(kernel, signature: dict, constants: dict, options: dict, sizes
 
 def compile_fused(job: tuple) -> list[dict]:
     """A matrix product of Hopper with GELU in its epilogue."""
-    dtype, gradient, keep = job
-    compilation = hopper_gelu.compilation(DTYPES[dtype], gradient, keep)
+    compilation = hopper_gelu.compilation(torch.bfloat16, *job)
     compiled = compile_gluon(hopper_gelu.linear_gelu_kernel, *compilation, ("columns", "depth"))
     return [report("sm_90", compiled, fused=job)]
 
@@ -233,8 +232,8 @@ def specialised() -> list[tuple]:
 
 
 def fused() -> list[tuple]:
-    """Jobs for the products with GELU: dtype, whether of the gradient, whether GELU's result is kept."""
-    return list(itertools.product(("bf16", "fp16"), (False, True), (False, True)))
+    """Jobs for the products with GELU, a few seconds each: whether of the gradient, whether GELU's result is kept."""
+    return list(itertools.product((False, True), (False, True)))
 
 
 def tuned() -> list[tuple]:
