@@ -187,6 +187,7 @@ class GPT2(nn.Module):
         """
         start = cache.length if cache is not None else 0
         positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
+        # The residual stream is read and written some 4 n_layer times a step: in 16 bits where autocast is on.
         x = self.drop(_in_autocast_dtype(self.wte(tokens) + self.wpe(positions)))
         for block in self.h:
             x = block(x, cache, cu_seqlens)
@@ -203,6 +204,6 @@ class GPT2(nn.Module):
 
 
 def _in_autocast_dtype(x: Tensor) -> Tensor:
-    """x in autocast's dtype where that is on: the residual stream is read and written some 4 n_layer times a step."""
+    """x in autocast's dtype where that is on."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x

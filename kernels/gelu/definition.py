@@ -11,7 +11,8 @@ def _wide(x: Tensor) -> Tensor:
 
 def _slope(pre: Tensor) -> Tensor:
     """GELU's derivative, in fp32 or more."""
-    return torch.ops.aten.gelu_backward(torch.ones_like(_wide(pre)), _wide(pre), approximate="tanh")
+    wide = _wide(pre)
+    return torch.ops.aten.gelu_backward(torch.ones_like(wide), wide, approximate="tanh")
 
 
 def _gelu(pre: Tensor) -> Tensor:
