@@ -312,12 +312,20 @@ def _finish(out, logsumexp, acc0, acc1, m, l, keep_scale, batch, head, i, shape,
 
 
 @gluon.jit
-def _queries(q_slots, slot, D0: gl.constexpr, D1: gl.constexpr):
+def _queries(q_slots, slot, N: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, DROPOUT: gl.constexpr):
+    """Q [64, D0] and [64, D1] as products take it: from registers where there is room for it, else shared memory.
+
+    From there every product would read it anew, which for a head of 128 is a third of all that is read.
+    """
     qs0, qs1 = q_slots
+    q0, q1 = qs0.index(slot).reshape([ROWS, D0]), 0
     if D1:
-        return qs0.index(slot).reshape([ROWS, D0]), qs1.index(slot).reshape([ROWS, D1])
+        q1 = qs1.index(slot).reshape([ROWS, D1])
+    if N == 64 and not DROPOUT:
+        layout: gl.constexpr = gl.DotOperandLayout(0, _accumulator_layout(N), 2)
+        return q0.load(layout), q1.load(layout) if D1 else 0
     else:
-        return qs0.index(slot).reshape([ROWS, D0]), 0
+        return q0, q1
 
 
 @gluon.jit
@@ -340,8 +348,8 @@ def _consumer(
     batch, head, i, blocks = _tile(0, shape, M, N, CAUSAL)
     i += C * ROWS
     first_full, _ = _blocks(i, seq_q, seq_k, blocks, N, CAUSAL)
-    q0, q1 = _queries(q_slots, C, D0, D1)
     mbarrier.wait(q_full.index(C), 0)
+    q0, q1 = _queries(q_slots, C, N, D0, D1, DROPOUT)
     mbarrier.wait(full.index(0), 0)
     s = _scores(q0, q1, k_slots, 0, N, D0, D1)
     s = warpgroup_mma_wait(0, deps=(s,))
@@ -357,7 +365,7 @@ def _consumer(
     for n in range(count):
         full_blocks, own = _blocks(i, seq_q, seq_k, blocks, N, CAUSAL)
         q_slot = n % 2 * CONSUMERS + C
-        q0, q1 = _queries(q_slots, q_slot, D0, D1)
+        q0, q1 = _queries(q_slots, q_slot, N, D0, D1, DROPOUT)
         p, acc0, acc1, m, l = _walk(
             it, p, m, l, q0, q1, rings, batch, head, i, full_blocks, own, shape, scale_log2, dropout,
             N, STAGES, D0, D1, CAUSAL, DROPOUT,
@@ -374,8 +382,8 @@ def _consumer(
             next_i += C * ROWS
             next_full, _ = _blocks(next_i, seq_q, seq_k, blocks, N, CAUSAL)
             q_slot = (n + 1) % 2 * CONSUMERS + C
-            q0, q1 = _queries(q_slots, q_slot, D0, D1)
             mbarrier.wait(q_full.index(q_slot), (n + 1) // 2 & 1)
+            q0, q1 = _queries(q_slots, q_slot, N, D0, D1, DROPOUT)
             s = _scores(q0, q1, k_slots, it % STAGES, N, D0, D1)
             acc0, acc1 = _values(p, v_slots, v_slot, acc0, acc1, N, D0, D1)
             of_queries = _of_queries(numbers, next_batch, next_head, next_i, shape, N, DROPOUT)
@@ -496,8 +504,9 @@ def compilation(
 def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, config: SpecialisedForward) -> tuple[Tensor, Tensor]:
     """O (B, T, H, D) contiguous and the natural logsumexp (B, H, T) fp32; rows that see no key give zero and -inf.
 
-    q (B, T, H, D), k and v (B, S, G, D), H a multiple of G, of D = 80, 96 or 128 in bf16 or fp16 on an sm_90 device;
-    unit stride along D, the other strides and the addresses multiples of 16 bytes. Options without window or documents.
+    q (B, T, H, D), k and v (B, S, G, D), H a multiple of G, of D = 64, 80, 96 or 128 in bf16 or fp16 on an
+    sm_90 device; unit stride along D, the other strides and the addresses multiples of 16 bytes. Options without window
+    or documents.
     """
     (batch, seq_q, heads, head_dim), (seq_k, kv_heads) = q.shape, k.shape[1:3]
     out = torch.empty_like(q, memory_format=torch.contiguous_format)

@@ -404,7 +404,7 @@ def test_random_numbers_changed_before_the_backward_pass_are_noticed():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("head_dim", [80, 96, 128])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
 def test_programs_that_walk_over_many_tiles_end(head_dim, causal):
     """At every length of the table: more tiles than multiprocessors, whose consumers own unequal numbers of blocks."""
     for seq_q, batch in ((512, 40), (2048, 10), (6000, 4)):
