@@ -33,6 +33,7 @@ from trainer.memory import out_of_memory
 from trainer.optimizer import build_optimizer, learning_rate, optimizer_step
 from trainer.parallel import data_parallel, shard, synchronise_gradients
 from trainer.parts import (
+    begin_alone,
     build_loader,
     build_meter,
     build_model,
@@ -41,7 +42,6 @@ from trainer.parts import (
     load_resumed,
     open_checkpoints,
     open_logs,
-    seed,
     tokens_in_step,
 )
 from trainer.precision import Compute, choose_compute
@@ -73,7 +73,7 @@ def train(config: Config, world: World = ALONE) -> None:
     resumed = load_resumed(config, world)
     where = Path(config.checkpoint.dir or folder / "checkpoints")
     writes_to = {folder: "hydra.run.dir", where: "checkpoint.dir"} if world.is_first else {}
-    seed(config.train, compute)
+    begin_alone(config.train, compute)
     model = shard(build_model(config, compute, tokens, resumed), compute, config.train.reshard_after_forward)
     checkpoints = open_checkpoints(where, config.checkpoint, model, compute, config.train.timeout_s)
     with build_loader(config, compute, tokens, model) as loader, claimed(writes_to):
@@ -328,7 +328,7 @@ def replay(config: Config) -> None:
         )
     compute, folder = choose_compute(config.device, settings.precision), output_dir()
     tokens = open_tokens(settings.data)
-    seed(settings.train, compute)
+    begin_alone(settings.train, compute)
     model, tokenizer = load_model(source, settings.attention)
     model.to(compute.device)
     with build_loader(settings, compute, tokens, model) as loader:

@@ -1,5 +1,6 @@
 """What a run is made of, each part built from the configuration."""
 
+import gc
 import os
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -26,13 +27,21 @@ from trainer.precision import Compute
 from trainer.state import check_resumable
 
 
-def seed(settings: TrainConfig, compute: Compute) -> None:
-    """Fixes every random draw; in deterministic mode every kernel's order of summation too."""
+def begin_alone(settings: TrainConfig, compute: Compute) -> None:
+    """Fixes every random draw; in deterministic mode every kernel's order of summation too.
+
+    The jobs of a sweep are one process: what an earlier one compiled, chose or holds of the GPU's memory is given up.
+    """
     torch.manual_seed(settings.seed)
+    torch.use_deterministic_algorithms(settings.deterministic)
     if settings.deterministic:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read when cuBLAS starts, which is later
-        torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
+    if is_compiled(settings, compute):
+        torch._dynamo.reset()  # or it would take the next job's context length for one of many, and compile for all
+    if compute.device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def load_resumed(config: Config, world: World) -> State | None:

@@ -2,7 +2,10 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
+
+import torch
 
 from tests.e2e import TINY, run
 
@@ -40,3 +43,16 @@ def test_a_sweep_in_which_nothing_trained_says_so(workplace):
     outcome = sweep("model.n_head=3,5")
     assert outcome.code == 2 and "no report of the sweep: runs=sweep,1 holds no run" in outcome.out
     assert not Path("sweep,1/report.html").exists()
+
+
+def test_a_job_is_compiled_as_if_it_were_alone(workplace, monkeypatch):
+    """For its own context length: compiled for any, as torch does at the second it sees, sdpa is refused."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    sweep("attention=naive,sdpa", "model.context_length=16,32", "train.compile=true").ok()
+
+
+def test_a_job_is_not_deterministic_because_another_was(workplace, monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", asked.append)
+    sweep("train.deterministic=true,false").ok()
+    assert asked == [True, False]
