@@ -43,6 +43,7 @@ def sample(config: SampleConfig) -> None:
                 top_p=config.top_p,
                 generator=generator,
                 stop=tokenizer.eot,
+                vocab_size=tokenizer.vocab_size,
             ):
                 print(decode(token), end="", flush=True)
     print()

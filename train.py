@@ -51,6 +51,8 @@ from trainer.state import TrainState
 
 def main(config: Config) -> None:
     """Trains, or evaluates alone, or runs one batch again."""
+    if config.eval_only and config.replay is not None:
+        raise UserError(f"eval_only=true and replay={config.replay} are two things to do; leave one of them out")
     if config.eval_only:
         return evaluate_only(config)
     if config.replay is not None:
@@ -77,13 +79,15 @@ def train(config: Config, world: World = ALONE) -> None:
     model = shard(build_model(config, compute, tokens, resumed), compute, config.train.reshard_after_forward)
     checkpoints = open_checkpoints(where, config.checkpoint, model, compute, config.train.timeout_s)
     with build_loader(config, compute, tokens, model) as loader, claimed(writes_to):
-        checkpoints.refuse_later_than(resumed["step"] if resumed else 0)
+        resumed_step = resumed["step"] if resumed else None
+        checkpoints.refuse_later_than(resumed_step or 0)
         optimizer = build_optimizer(model, config.optimizer)
         state = TrainState(model, optimizer, compute.grad_scaler(), loader, tokens.tokenizer, config=asdict(config))
         if resumed:
             state.load_state_dict(resumed)
+            del resumed  # 12 bytes of the host's memory a parameter
         world.draw_apart(config.train.seed + state.step)
-        logs = open_logs(config, compute, folder, resumed)
+        logs = open_logs(config, compute, folder, resumed_step)
         with logs as log, StopRequest() as stop, checkpoints.saving(log.message):
             if world.is_first:
                 OmegaConf.save(OmegaConf.structured(config), folder / "config.yaml")
@@ -168,14 +172,14 @@ def loop(
                     state.best_loss = metrics["val/loss"]
                     attempt(checkpoints, state, config, log, is_best=True)
         if metrics:
-            log.log(state.step, state.step * tokens_per_step, metrics)
+            log.log(state.step, state.tokens, metrics)
         if is_due(state.step, config.checkpoint.interval, settings.max_steps):
             with meter.excluded():
                 if saved := attempt(checkpoints, state, config, log):
                     path, saved_step = saved, state.step
     if window:
         metrics = read_window(window, state, config, compute, checkpoints, watch, log)
-        log.log(state.step, state.step * tokens_per_step, metrics)
+        log.log(state.step, state.tokens, metrics)
     if saved_step != state.step:
         return save(checkpoints, state)
     checkpoints.settle()
@@ -326,22 +330,25 @@ def replay(config: Config) -> None:
         raise UserError(
             f"replay={config.replay} names no checkpoint that exists ({source}); give one by checkpoint=..."
         )
-    compute, folder = choose_compute(config.device, settings.precision), output_dir()
+    asked = settings.precision if config.precision.name == "auto" else config.precision
+    compute, folder = choose_compute(config.device, asked), output_dir()
     tokens = open_tokens(settings.data)
     begin_alone(settings.train, compute)
-    model, tokenizer = load_model(source, settings.attention)
+    model, tokenizer = load_model(source, settings.attention, settings.train.activation_checkpointing)
     model.to(compute.device)
     with build_loader(settings, compute, tokens, model) as loader:
         state = TrainState(model, build_optimizer(model, settings.optimizer), compute.grad_scaler(), loader, tokenizer)
         loader.load_state_dict(recorded["loader"])
-        state.scaler.load_state_dict(recorded["scaler"])
+        if recorded["scaler"]:
+            state.scaler.load_state_dict(recorded["scaler"])
         result, _ = train_step(compile_model(model, settings.train, compute), state, settings, compute)
     loss, norm = result.tolist()
     print(
         f"the batch of step {recorded['step']} by {source}, {settings.attention.name} attention, {compute}: loss "
         f"{loss:.6f} nats, gradient norm {norm:.6f}; in the run {recorded['loss']} and {recorded['grad_norm']}"
     )
-    result = {"replay": config.replay, "checkpoint": str(source), "loss": loss, "grad_norm": norm}
+    finite = {key: x if math.isfinite(x) else None for key, x in (("loss", loss), ("grad_norm", norm))}
+    result = {"replay": config.replay, "checkpoint": str(source)} | finite
     (folder / "replay.json").write_text(json.dumps(result, indent=2) + "\n")
     print(f"outputs in {folder}")
 
@@ -372,19 +379,18 @@ def read_window(
         windows, weights = config.train.sequences, checkpoints.before(step)
         file = watch.record(step, loss, norm, state=state, windows=windows, weights=weights)
         told = f"the loss was {loss:.6g} and the gradient norm {norm:.6g} at step {step}"
+        look = f"look at it with python train.py replay={file}" if file else "the disk refused a record of it"
         if stops:
             raise UserError(
-                f"{told}; the weights took no such step and are saved in {path}; lower optimizer.lr, or check the data "
-                f"with python train.py replay={file}"
+                f"{told}; the weights took no such step and are saved in {path}; lower optimizer.lr, or check the "
+                f"data: {look}"
             )
         if spike is not None:
-            log.message(f"{told}, {spike:.0f} times the usual; look at it with python train.py replay={file}")
+            log.message(f"{told}, {spike:.0f} times the usual; {look}")
         if not broken:
             continue
         state.skipped += 1
-        log.message(
-            f"{told}; the weights did not take it, as train.on_nan=skip ({state.skipped} so far); replay={file}"
-        )
+        log.message(f"{told}; the weights did not take it, as train.on_nan=skip ({state.skipped} so far); {look}")
     loss, norm = rows[-1]
     skipped = {"train/skipped_steps": state.skipped} if config.train.on_nan == "skip" else {}
     return skipped | {
@@ -445,6 +451,7 @@ def sample(config: Config, compute: Compute, model: GPT2, tokens: TokenSet) -> s
             top_k=200,
             generator=torch.Generator().manual_seed(config.train.seed),
             stop=tokenizer.eot,
+            vocab_size=tokenizer.vocab_size,
         )
         return "a sample:\n" + tokenizer.decode(text)
 

@@ -67,6 +67,8 @@ class TrainConfig:
         for key in ("batch_size", "max_steps", "eval_interval", "eval_tokens", "log_interval", "timeout_s"):
             if getattr(self, key) < 1:
                 raise UserError(f"train.{key}={getattr(self, key)} must be at least 1")
+        if not 0 <= self.seed < 2**32:
+            raise UserError(f"train.seed={self.seed} must be at least 0 and below 2**32")
         if self.grad_accumulation is not None and self.grad_accumulation < 1:
             raise UserError(f"train.grad_accumulation={self.grad_accumulation} must be at least 1")
         if self.sample_tokens < 0:

@@ -39,18 +39,20 @@ def generate(
     top_p: float | None = None,
     generator: torch.Generator,
     stop: int | None = None,
+    vocab_size: int | None = None,
 ) -> Iterator[int]:
     """Yields up to max_tokens tokens that follow `prompt` (at least one token), ending before `stop`.
 
     Each token costs one forward pass of one position against the cached keys and values. Where the context is full, its
-    second half is read again as the new beginning. `generator` is a CPU generator. The caller sets autocast.
+    second half is read again as the new beginning. Where it is given only tokens below `vocab_size` are drawn: a
+    model may know more than its tokenizer. `generator` is a CPU generator. The caller sets autocast.
     """
     device, context = model.wte.weight.device, model.config.context_length
     dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else model.wte.weight.dtype
     cache = KeyValueCache(model.config, 1, device, dtype)
     text, unread = list(prompt), list(prompt[-context:])
     for _ in range(max_tokens):
-        logits = model(torch.tensor([unread], device=device), cache=cache)[0, -1]
+        logits = model(torch.tensor([unread], device=device), cache=cache)[0, -1, :vocab_size]
         token = draw(logits, temperature, top_k, top_p, generator)
         if token == stop:
             return

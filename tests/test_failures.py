@@ -15,7 +15,7 @@ from statistics import median
 import pytest
 import torch
 
-from model.gpt2 import GPT2
+from model.gpt2 import GPT2, Block
 from tests.e2e import TINY, at_call, curve, largest_file, load, rows, run, start, train
 from trainer import checkpoint
 from trainer.checkpoint import Checkpoints, find
@@ -163,6 +163,32 @@ def test_spike_is_recorded_and_its_batch_replayed_to_the_bit(workplace, monkeypa
     shutil.rmtree("run/checkpoints")
     refused = run("train.py", file, "device=cpu")
     assert refused.code == 2 and "names no checkpoint that exists" in refused.err
+
+
+def test_a_spike_that_the_disk_cannot_record_is_told_and_training_goes_on(workplace, monkeypatch):
+    spoil(monkeypatch, 100.0, 25)
+    Path("run").mkdir()
+    Path("run/replay").write_text("in the way of the folder")
+    outcome = train("run", "train.max_steps=28", "train.eval_interval=99").ok()
+    assert "times the usual; the disk refused a record of it" in outcome.out
+
+
+def test_what_is_recorded_is_replayed_as_asked(workplace, monkeypatch):
+    """Activations as in the run; another precision where one is named; and not with eval_only."""
+    spoil(monkeypatch, math.nan, 3)
+    outcome = train("run", "train.activation_checkpointing=full")
+    file = re.search(r"replay=\S+", outcome.err).group()
+    seen, forward = set(), Block.forward
+
+    def watched(block, *args):
+        seen.add(block.activation_checkpointing)
+        return forward(block, *args)
+
+    monkeypatch.setattr(Block, "forward", watched)
+    told = run("train.py", file, "device=cpu", "precision=bf16", "checkpoint=run/checkpoints")
+    assert "CPU, bf16" in told.ok().out and seen == {"full"}
+    refused = run("train.py", file, "eval_only=true")
+    assert refused.code == 2 and "are two things to do" in refused.err
 
 
 def test_two_runs_do_not_write_into_one_folder(workplace):

@@ -318,6 +318,18 @@ def test_bare_nanogpt_files_train_with_gpt2s_vocabulary(workplace):
     assert rows("run")[0]["train/loss"] == pytest.approx(math.log(50257), rel=0.05)
 
 
+def test_a_resumed_run_goes_by_its_own_settings(workplace):
+    train("run", "train.max_steps=3", "checkpoint.dir=kept").ok()
+    later = "checkpoint.dir=kept", "checkpoint.resume=auto", "train.batch_size=4"
+    train("again", "optimizer.weight_decay=0.5", "optimizer.beta2=0.5", *later).ok()
+    groups = load("kept/step-00000005.pt")["optimizer"]["param_groups"]
+    assert {(group["weight_decay"], group["betas"]) for group in groups} == {(0.5, (0.9, 0.5)), (0.0, (0.9, 0.5))}
+    tokens = {row["step"]: row["tokens"] for row in rows("again")}
+    assert tokens == {4: (3 * 2 + 4) * 32, 5: (3 * 2 + 8) * 32}
+    refused = train("more", "train.max_steps=4", *later)
+    assert refused.code == 2 and "has 5 steps behind it, more than train.max_steps=4" in refused.err
+
+
 def test_pretrained_weights_are_where_training_starts(workplace, trained, exported):
     train("run", f"model.pretrained={exported}", "optimizer.lr=0", "optimizer.min_lr=0", "train.max_steps=1").ok()
     before, after = ([row["val/loss"] for row in rows(folder) if "val/loss" in row][-1] for folder in (trained, "run"))

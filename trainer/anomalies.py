@@ -13,6 +13,7 @@ from trainer.state import TrainState
 REMEMBERED = 100  # gradient norms that tell what is usual
 NEEDED = 20  # of them, before one can be unusual
 IN_A_ROW = 10  # steps that are not finite, at which skipping ends
+OVERFLOWS = 40  # in a row, from a loss scale of 2^16 on: below, gradients vanish
 
 
 class Watch:
@@ -27,10 +28,15 @@ class Watch:
         self.in_a_row = 0
         """Steps up to now that were not finite."""
         self._norms: deque[float] = deque(maxlen=REMEMBERED)
+        self._overflows = 0
 
     def is_broken(self, loss: float, norm: float, overflow_is_normal: bool) -> bool:
-        """Whether the step was not finite; `overflow_is_normal` in fp16, which finds its loss scale by such norms."""
-        broken = not math.isfinite(loss) or not (math.isfinite(norm) or overflow_is_normal)
+        """Whether the step was not finite; `overflow_is_normal` in fp16, which finds its loss scale by such norms, but
+        not for ever.
+        """
+        self._overflows = 0 if math.isfinite(norm) else self._overflows + 1
+        is_normal = overflow_is_normal and self._overflows <= OVERFLOWS
+        broken = not math.isfinite(loss) or not (math.isfinite(norm) or is_normal)
         self.in_a_row = self.in_a_row + 1 if broken else 0
         return broken
 
@@ -45,8 +51,8 @@ class Watch:
 
     def record(
         self, step: int, loss: float, norm: float, *, state: TrainState, windows: int, weights: Path | None
-    ) -> Path:
-        """Writes what it takes to run the batch of that step again, and returns the file.
+    ) -> Path | None:
+        """Writes what it takes to run the batch of that step again, and returns the file; None where the disk refuses.
 
         A step reads `windows` windows; `weights` are the checkpoint to run it by.
         """
@@ -64,8 +70,11 @@ class Watch:
             "scaler": state.scaler.state_dict(),
             "config": state.config,
         }
-        self.folder.mkdir(exist_ok=True)
-        path.write_text(json.dumps(content, indent=2) + "\n")
+        try:
+            self.folder.mkdir(exist_ok=True)
+            path.write_text(json.dumps(content, indent=2) + "\n")
+        except OSError:
+            return None
         return path
 
 

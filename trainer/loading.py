@@ -10,7 +10,7 @@ from model.huggingface import WEIGHTS, find_pretrained, load_pretrained, read_co
 from trainer import checkpoint
 
 
-def load_model(source: str, attention: AttentionConfig) -> tuple[GPT2, str]:
+def load_model(source: str, attention: AttentionConfig, activation_checkpointing: str = "none") -> tuple[GPT2, str]:
     """The model of a checkpoint of ours, or of a Hugging Face folder or hub id, and the name of its tokenizer.
 
     Raises:
@@ -19,7 +19,7 @@ def load_model(source: str, attention: AttentionConfig) -> tuple[GPT2, str]:
     path = Path(source)
     if path.exists() and not (path / WEIGHTS).is_file():
         state = checkpoint.load(path)
-        model = GPT2(ModelConfig(**state["model_config"]), build_attention(attention))
+        model = GPT2(ModelConfig(**state["model_config"]), build_attention(attention), activation_checkpointing)
         model.load_state_dict(state["model"])
         return model, state["tokenizer"]
     folder = find_pretrained(source, key="checkpoint")
@@ -29,6 +29,6 @@ def load_model(source: str, attention: AttentionConfig) -> tuple[GPT2, str]:
             f"checkpoint={source} knows {shape.vocab_size} tokens, fewer than the {known} of GPT-2's "
             "tokenizer; give a model of that tokenizer, or the run that this one was exported from"
         )
-    model = GPT2(shape, build_attention(attention))
+    model = GPT2(shape, build_attention(attention), activation_checkpointing)
     load_pretrained(model, folder)
     return model, "gpt2"

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from http.client import HTTPException
 from io import FileIO
@@ -151,7 +151,8 @@ class Pace:
 class ConsoleLogger(Logger):
     """A live progress line on a terminal, one plain line per call of `log` elsewhere.
 
-    Messages and evaluations stand above the live line. `clock` returns seconds, for the ETA.
+    Messages and evaluations stand above the live line. `clock` returns seconds, for the ETA. What stdout cannot take,
+    a file on a full disk, is lost: training does not stop for it.
     """
 
     def __init__(self, max_steps: int, *, console: Console | None = None, clock: Callable[[], float] = time.monotonic):
@@ -173,7 +174,8 @@ class ConsoleLogger(Logger):
                 self.message("  ".join([where, *_training_fields(metrics), eta]))
 
     def message(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
+        with suppress(OSError):
+            self._console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
     def close(self, failed: bool = False) -> None:
         if self._progress:

@@ -33,9 +33,11 @@ class OptimizerConfig:
     """Largest norm of the whole gradient; 0 leaves it as it is."""
 
     def __post_init__(self):
-        for key in ("lr", "min_lr", "warmup_steps", "eps", "weight_decay", "grad_clip"):
+        for key in ("lr", "min_lr", "warmup_steps", "weight_decay", "grad_clip"):
             if not 0 <= getattr(self, key) < math.inf:
                 raise UserError(f"optimizer.{key}={getattr(self, key)} must be a finite number of at least 0")
+        if not 0 < self.eps < math.inf:  # a row of the table that no token has would be divided by it
+            raise UserError(f"optimizer.eps={self.eps} must be a finite number above 0")
         for key in ("beta1", "beta2"):
             if not 0 <= getattr(self, key) < 1:
                 raise UserError(f"optimizer.{key}={getattr(self, key)} must be at least 0 and below 1")

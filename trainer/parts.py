@@ -56,7 +56,13 @@ def load_resumed(config: Config, world: World) -> State | None:
     if source is None:
         return None
     tell = print if world.is_first else lambda text: None
-    return checkpoint.load(source, key="checkpoint.resume", tell=tell, whole=not world.is_sharded)
+    state = checkpoint.load(source, key="checkpoint.resume", tell=tell, whole=not world.is_sharded)
+    if state["step"] > config.train.max_steps:
+        raise UserError(
+            f"checkpoint.resume={source} has {state['step']} steps behind it, more than train.max_steps="
+            f"{config.train.max_steps}; raise that, or resume from an earlier checkpoint"
+        )
+    return state
 
 
 def open_checkpoints(
@@ -114,7 +120,7 @@ def build_loader(config: Config, compute: Compute, tokens: TokenSet, model: GPT2
     )
 
 
-def open_logs(config: Config, compute: Compute, folder: Path, resumed: State | None) -> Loggers:
+def open_logs(config: Config, compute: Compute, folder: Path, resumed_step: int | None) -> Loggers:
     """The loggers of the run, which are the first process's."""
     if not compute.world.is_first:
         return Loggers([])
@@ -123,7 +129,7 @@ def open_logs(config: Config, compute: Compute, folder: Path, resumed: State | N
         max_steps=config.train.max_steps,
         wandb=label(config, compute),
         run_config=asdict(config),
-        resumed_step=resumed["step"] if resumed else None,
+        resumed_step=resumed_step,
     )
 
 

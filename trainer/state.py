@@ -29,6 +29,12 @@ class TrainState:
     config: State = field(default_factory=dict)
     """The settings of the run, to be read by whoever finds the checkpoint; a resumed run goes by its own."""
 
+    @property
+    def tokens(self) -> int:
+        """Training tokens that all processes have read so far."""
+        loader = self.loader.state_dict()
+        return loader["position"] * loader["context_length"]
+
     def state_dict(self) -> State:
         """Tensors as this process holds them: its parts, where they are split."""
         weights = self.model.state_dict()  # first, as FSDP then puts away the parameters that it has gathered
@@ -56,8 +62,12 @@ class TrainState:
 
             state = read_parts(state, self.model)
         self.model.load_state_dict(split_weights(self.model, state["model"]))
-        self.optimizer.load_state_dict(split_moments(self.optimizer, state["optimizer"]))
-        self.scaler.load_state_dict(state["scaler"])
+        moments, groups = split_moments(self.optimizer, state["optimizer"]), self.optimizer.state_dict()["param_groups"]
+        for own, saved in zip(groups, moments["param_groups"], strict=True):
+            own["lr"] = saved["lr"]  # which each step sets; decay and the like are this run's own
+        self.optimizer.load_state_dict(moments | {"param_groups": groups})
+        if state["scaler"]:  # of a run in fp16
+            self.scaler.load_state_dict(state["scaler"])
         self.loader.load_state_dict(state["loader"])
         self.step, self.best_loss, self.skipped = state["step"], state["best_loss"], state["skipped"]
         set_rng_state(state["rng"])

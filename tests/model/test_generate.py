@@ -86,6 +86,14 @@ def test_the_end_of_text_token_ends_it_and_is_not_given_out():
     assert list(stopped) == free[: free.index(stop)]
 
 
+def test_rows_of_the_table_that_no_token_has_are_not_drawn():
+    model = build(64)
+    free = list(generate(model, [5], max_tokens=30, temperature=0, generator=seeded()))
+    known = max(free)
+    text = list(generate(model, [5], max_tokens=60, temperature=5.0, generator=seeded(), vocab_size=known))
+    assert max(text) < known <= max(free)
+
+
 def test_a_seed_repeats_its_text_and_another_gives_another():
     model = build(64)
 

@@ -37,6 +37,13 @@ def test_an_overflow_is_normal_for_fp16_unless_it_is_the_loss(watch):
     assert watch.is_broken(math.nan, math.nan, overflow_is_normal=True)
 
 
+def test_a_loss_scale_that_only_falls_is_broken(watch):
+    """From 2^16 to 2^-24 it has passed all that fp16 can tell from zero."""
+    steps = [watch.is_broken(1.0, math.inf, overflow_is_normal=True) for _ in range(45)]
+    assert steps == [False] * 40 + [True] * 5
+    assert not watch.is_broken(1.0, 1.0, True) and not watch.is_broken(1.0, math.inf, True)
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", "3", '{"step": 3}', None])
 def test_what_is_no_record_is_refused(tmp_path, content):
     path = tmp_path / "record.json"

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -186,6 +187,16 @@ def test_messages_are_printed_as_they_are():
     text = "loaded [bold]/data/train.bin[/bold] :smile: " + "x" * 100
     ConsoleLogger(1, console=console).message(text)
     assert printed(console) == [text]
+
+
+def test_a_full_disk_under_stdout_does_not_stop_training():
+    full = open("/dev/full", "w")  # noqa: SIM115 (closing it fails, being full)
+    log = ConsoleLogger(10, console=Console(file=full))
+    log.message("saved")
+    log.log(1, 1, {"train/loss": 9.0})
+    log.close()
+    with suppress(OSError):  # of what the file still holds
+        full.close()
 
 
 def test_a_terminal_shows_a_live_line_with_messages_above_it():

@@ -70,7 +70,7 @@ def test_two_steps_by_hand():
     """
     weight = nn.Linear(1, 1, bias=False)
     nn.init.ones_(weight.weight)
-    optimizer = build_optimizer(weight, OptimizerConfig(beta1=0.5, beta2=0.75, weight_decay=0, eps=0))
+    optimizer = build_optimizer(weight, OptimizerConfig(beta1=0.5, beta2=0.75, weight_decay=0, eps=1e-30))
     take_step(weight, optimizer, [torch.tensor([[2.0]])], lr=0.1)
     assert weight.weight.item() == pytest.approx(0.9, rel=1e-6)
     assert weight.weight.grad is None
@@ -173,7 +173,7 @@ def test_a_gradient_that_is_not_finite_leaves_no_trace(model, bad, scaled, grad_
         ("beta1", 1.0),
         ("beta2", -0.1),
         ("beta2", math.nan),
-        ("eps", -1e-8),
+        ("eps", 0),
         ("weight_decay", -0.1),
         ("grad_clip", -1.0),
     ],
