@@ -257,7 +257,7 @@ def fork(module, name):
 moments = [(train, "train_step"), (torch, "save"), (os, "fsync"), (os, "replace")]
 for life in range(times):
     pid, calls = fork(*moments[life % len(moments)])
-    for _ in range(random.randint(1, 3)):
+    for _ in range(random.randint(1, 3) + (life == 0)):  # there is a checkpoint then, for all others to continue
         os.read(calls, 1)
     time.sleep(random.uniform(0, 0.01))
     os.kill(pid, signal.SIGKILL)
