@@ -1,5 +1,7 @@
 """What every attention of ours asks of its inputs, and says where it does not get it."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -26,13 +28,16 @@ def check_inputs(
         raise ValueError(f"{name} takes head sizes from 16 to 256, not {head_dim}; use attention=sdpa")
     dtype, device = q.dtype, q.device
     if not (dtype == k.dtype == v.dtype and device == k.device == v.device):
-        raise ValueError(f"q, k and v must share dtype and device; got {dtype}, {k.dtype}, {v.dtype} on {device}")
+        found = ", ".join(f"{x.dtype} on {x.device}" for x in (q, k, v))
+        raise ValueError(f"q, k and v must share dtype and device; got {found}")
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"{name} runs on cuda (NVIDIA or ROCm) and cpu, not on {device.type}; use attention=sdpa")
     if dtype not in DTYPES and (dtype, device.type) != (torch.float64, "cpu"):
         raise ValueError(f"{name} takes float32, float16 or bfloat16 on {device.type}, not {dtype}")
-    if not scale > 0:
-        raise ValueError(f"{name} needs a positive scale, not {scale}: it scales the row maximum as it finds it")
+    if not 0 < scale < math.inf:
+        raise ValueError(
+            f"{name} needs a positive, finite scale, not {scale}: it scales the row maximum as it finds it"
+        )
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be in [0, 1), not {dropout_p}")
     if cu_seqlens is not None:

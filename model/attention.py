@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from errors import UserError
 from kernels.flash1 import flash1
 from kernels.flash2 import flash2, flash2_packed
-from kernels.flash2.blocks import BLOCK, butterfly, listed
+from kernels.flash2.blocks import BLOCK, Listed, butterfly, listed
 from kernels.fused_softmax import fused_softmax
 from kernels.standard import same_document, standard_attention, visible
 
@@ -128,24 +128,27 @@ def block_sparse(
         return flash2(q, k[:, seen], v[:, seen], causal=False, **options)
     if seq_q != seq_k:
         raise ValueError("attention=block_sparse needs as many queries as keys, or one; use attention=flash2")
-    blocks = _listed_blocks(pattern, seq_q, causal, cu_seqlens is not None, q.device)
+    kind = causal, cu_seqlens is not None, seq_q % BLOCK != 0
+    blocks = Listed(_block_lists(pattern, seq_q, *kind, q.device), *kind)
     return flash2(q, k, v, causal=causal, cu_seqlens=cu_seqlens, blocks=blocks, **options)
 
 
-def _listed_blocks(*kind) -> Tensor:
+def _block_lists(*kind) -> Tensor:
     """The pattern as the kernels read it; torch.compile, which sees through a cache, takes it as a constant."""
-    return _made_blocks(*kind)
+    return _made_lists(*kind)
 
 
 def _build_block_sparse(config: "AttentionConfig") -> Attention:
     # It marks the function; here, as the import that this needs takes two seconds.
-    torch.compiler.assume_constant_result(_listed_blocks)
+    torch.compiler.assume_constant_result(_block_lists)
     return partial(block_sparse, pattern=config.pattern, deterministic=_asked(config))
 
 
 @cache
-def _made_blocks(pattern: str, seq_len: int, causal: bool, documents: bool, device: torch.device) -> Tensor:
-    return listed(read_pattern(pattern, seq_len), causal, documents, ragged=seq_len % BLOCK != 0).to(device)
+def _made_lists(
+    pattern: str, seq_len: int, causal: bool, documents: bool, ragged: bool, device: torch.device
+) -> Tensor:
+    return listed(read_pattern(pattern, seq_len), causal, documents, ragged).to(device).lists
 
 
 def read_pattern(pattern: str, seq_len: int) -> Tensor:

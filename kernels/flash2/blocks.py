@@ -5,6 +5,8 @@ time falls with the blocks left. The pattern is one for all sequences and heads;
 inside the blocks that are kept.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -22,7 +24,20 @@ def butterfly(n: int) -> Tensor:
     return ((difference & (difference - 1)) == 0) | (i == 0)
 
 
-def listed(pattern: Tensor, causal: bool, documents: bool, ragged: bool) -> Tensor:
+class Listed(NamedTuple):
+    """A pattern as the kernels read it, and for which calls: see `listed`."""
+
+    lists: Tensor
+    causal: bool
+    documents: bool
+    ragged: bool
+
+    def to(self, device: torch.device | str) -> "Listed":
+        """On another device."""
+        return self._replace(lists=self.lists.to(device))
+
+
+def listed(pattern: Tensor, causal: bool, documents: bool, ragged: bool) -> Listed:
     """The pattern (n, n), boolean, as the kernels read it: (2, n, 2 + n) int32 on the pattern's device.
 
     [0, i] is about the i-th block of queries and [1, j] about the j-th block of keys: how many of the blocks it is
@@ -39,7 +54,7 @@ def listed(pattern: Tensor, causal: bool, documents: bool, ragged: bool) -> Tens
     seen_whole = whole & (i < n - 1) if ragged else whole
     of_queries = _ordered(seen_whole, kept & ~seen_whole)
     of_keys = _ordered((kept & ~whole).T, whole.T)
-    return torch.stack([of_queries, of_keys])
+    return Listed(torch.stack([of_queries, of_keys]), causal, documents, ragged)
 
 
 def _ordered(first: Tensor, second: Tensor) -> Tensor:

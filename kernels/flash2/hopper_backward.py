@@ -565,9 +565,9 @@ def compilation(
     """Signature, constants and options of main_kernel, to compile it ahead of time."""
     x = torch.empty((1, config.n, 1, head_dim), dtype=dtype)
     accumulator, stats = torch.empty(config.m * head_dim) if config.fused else None, torch.empty((3, config.m))
-    options = (
-        Options(torch.empty(1, dtype=torch.int32), None, causal, 0, 1.0, 0.1) if dropout else Options(causal=causal)
-    )
+    options = Options(causal=causal)
+    if dropout:
+        options = options._replace(numbers=torch.empty(1, dtype=torch.int32), dropout_p=0.1)
     arguments = itertools.chain(*_main_arguments(accumulator, stats, x, x, x, x, x, x, options, 1, config))
     signature, constants = {}, {}
     for i, (parameter, argument) in enumerate(zip(main_kernel.params, arguments, strict=True)):
@@ -598,8 +598,8 @@ def backward_into(
 
     q, dq, out, dout (B, T, H, D), k, v, dk, dv (B, S, G, D), all of one 16-bit dtype, D one that the table
     has, unit stride along D, other strides and addresses multiples of 16 bytes and no stride zero; logsumexp and its
-    gradient, if it has one, (B, H, T) fp32, natural, contiguous. Options without window or documents. Where config is
-    not fused dq is left out, and the deltas (B, H, T) are returned with which the plain kernel computes it.
+    gradient, if it has one, (B, H, T) fp32, natural, contiguous. Options without window, documents or blocks. Where
+    config is not fused dq is left out, and the deltas (B, H, T) are returned with which the plain kernel computes it.
     """
     (batch, seq_q, heads, head_dim), (seq_k, kv_heads) = q.shape, k.shape[1:3]
     fused, dropout = config.fused, options.dropout_p > 0

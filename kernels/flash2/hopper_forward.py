@@ -505,8 +505,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, config: Specialis
     """O (B, T, H, D) contiguous and the natural logsumexp (B, H, T) fp32; rows that see no key give zero and -inf.
 
     q (B, T, H, D), k and v (B, S, G, D), H a multiple of G, of D = 64, 80, 96 or 128 in bf16 or fp16 on an
-    sm_90 device; unit stride along D, the other strides and the addresses multiples of 16 bytes. Options without window
-    or documents.
+    sm_90 device; unit stride along D, the other strides and the addresses multiples of 16 bytes. Options without
+    window, documents or blocks.
     """
     (batch, seq_q, heads, head_dim), (seq_k, kv_heads) = q.shape, k.shape[1:3]
     out = torch.empty_like(q, memory_format=torch.contiguous_format)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from kernels import dropout
 from kernels.checks import check_inputs
 from kernels.documents import document_bounds
-from kernels.flash2.blocks import BLOCK
+from kernels.flash2.blocks import BLOCK, Listed
 from kernels.flash2.options import Options
 from kernels.operators import implement, implementation
 
@@ -88,7 +88,7 @@ def flash2(
     numbers: Tensor | None = None,
     window: int | None = None,
     cu_seqlens: Tensor | None = None,
-    blocks: Tensor | None = None,
+    blocks: Listed | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -134,7 +134,7 @@ def flash2_packed(
     numbers: Tensor | None = None,
     window: int | None = None,
     cu_seqlens: Tensor | None = None,
-    blocks: Tensor | None = None,
+    blocks: Listed | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -164,34 +164,49 @@ def _prepare(
     numbers: Tensor | None,
     window: int | None,
     cu_seqlens: Tensor | None,
-    blocks: Tensor | None,
+    blocks: Listed | None,
 ) -> Options:
     """The operators' options, once everything is found in order."""
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     dropout_p = float(dropout_p)
     check_inputs("flash2", q, k, v, scale, dropout_p, cu_seqlens)
-    if window is not None and not (causal and window >= 1):
-        raise ValueError(f"a window counts the last keys up to a query's own: causal=True and 1 or more, not {window}")
+    if window is not None and not (causal and isinstance(window, int) and window >= 1):
+        raise ValueError(
+            f"a window counts the last keys up to a query's own: causal=True and an integer of 1 or more, not {window}"
+        )
+    if window is not None and window >= k.shape[1]:
+        window = None  # it hides nothing
     if blocks is not None:
-        _check_blocks(q, k, window, blocks)
+        _check_blocks(q, k, causal, cu_seqlens is not None, window, blocks)
     shape = q.shape[0], q.shape[2], q.shape[1] + k.shape[1]
     if numbers is not None and not (
-        numbers.shape == shape and numbers.dtype == torch.int32 and numbers.is_contiguous()
+        (numbers.shape, numbers.dtype, numbers.device) == (shape, torch.int32, q.device) and numbers.is_contiguous()
     ):
-        raise ValueError(f"numbers are {shape} int32, contiguous, not {tuple(numbers.shape)} {numbers.dtype}")
+        found = f"{tuple(numbers.shape)} {numbers.dtype} on {numbers.device}"
+        raise ValueError(f"numbers are {shape} int32, contiguous, on {q.device}, not {found}")
     if dropout_p and numbers is None:
         numbers = dropout.draw(q.shape[0], q.shape[2], q.shape[1], k.shape[1], q.device)
     documents = None if cu_seqlens is None else document_bounds(cu_seqlens, *q.shape[:2])
-    return Options(numbers, documents, blocks, causal, window or 0, scale, dropout_p)
+    lists = None if blocks is None else blocks.lists
+    return Options(numbers, documents, lists, causal, window or 0, scale, dropout_p)
 
 
-def _check_blocks(q: Tensor, k: Tensor, window: int | None, blocks: Tensor) -> None:
+def _check_blocks(q: Tensor, k: Tensor, causal: bool, documents: bool, window: int | None, blocks: Listed) -> None:
+    if not isinstance(blocks, Listed):
+        raise ValueError(
+            f"blocks are what kernels.flash2.blocks.listed makes of a pattern, not a {type(blocks).__name__}"
+        )
     if q.shape[1] != k.shape[1] or window is not None:
         raise ValueError("blocks are for as many queries as keys and go with no window; use attention=flash2 without")
-    n = -(-q.shape[1] // BLOCK)
-    if blocks.shape != (2, n, 2 + n) or blocks.dtype != torch.int32 or not blocks.is_contiguous():
+    n, lists = -(-q.shape[1] // BLOCK), blocks.lists
+    if lists.shape != (2, n, 2 + n) or lists.dtype != torch.int32 or not lists.is_contiguous():
         raise ValueError(
-            f"blocks for {q.shape[1]} tokens are {(2, n, 2 + n)} int32, contiguous, not {tuple(blocks.shape)}"
+            f"blocks for {q.shape[1]} tokens are {(2, n, 2 + n)} int32, contiguous, not {tuple(lists.shape)}"
         )
-    if blocks.device != q.device:
-        raise ValueError(f"blocks are on {blocks.device}, and q on {q.device}; they must share a device")
+    if lists.device != q.device:
+        raise ValueError(f"blocks are on {lists.device}, and q on {q.device}; they must share a device")
+    # What they say of blocks that are seen whole would not hold: keys would be seen that are hidden, or are none.
+    call = Listed(lists, causal, documents, q.shape[1] % BLOCK != 0)
+    for key, here, then in zip(Listed._fields[1:], call[1:], blocks[1:], strict=True):
+        if here != then:
+            raise ValueError(f"blocks were listed with {key}={then}, and this call has {key}={here}; list them anew")

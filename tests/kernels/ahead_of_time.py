@@ -164,7 +164,10 @@ def compile_specialised(job: tuple) -> list[dict]:
     module = {"forward": hopper_forward, "backward": hopper_backward}[pass_]
     kernel = {"forward": hopper_forward.forward_kernel, "backward": hopper_backward.main_kernel}[pass_]
     config = SPECIALISED[pass_](*config)
-    compiled = compile_gluon(kernel, *module.compilation(head_dim, DTYPES[dtype], causal, dropout, config))
+    signature, constants, options = module.compilation(head_dim, DTYPES[dtype], causal, dropout, config)
+    named = {kernel.arg_names[key[0]] if isinstance(key, tuple) else key: x for key, x in constants.items()}
+    assert (named["CAUSAL"], named["DROPOUT"]) == (causal, dropout), job
+    compiled = compile_gluon(kernel, signature, constants, options)
     return [report("sm_90", compiled, specialised=job)]
 
 

@@ -1,6 +1,8 @@
 """flash2: its Triton kernels (interpreted where there is no GPU), its PyTorch definition, and their operator."""
 
+import math
 import os
+import sys
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import dropout
 from kernels.documents import document_bounds
-from kernels.flash2 import blocks, definition, flash2, flash2_packed, launch
+from kernels.flash2 import blocks, definition, flash2, flash2_packed, launch, op
 from kernels.flash2.options import Options
 from kernels.standard import standard_attention
 from tests.kernels.accuracy import Case, assert_as_accurate, draw, outcome
@@ -195,7 +197,7 @@ def test_blocks_left_out_are_not_seen(implementation, length, kept, causal, docu
     n = -(-length // 128)
     pattern = torch.tensor([bool(kept >> bit & 1) for bit in range(n * n)]).view(n, n)
     inputs, cuts = draw(case, KERNEL_DEVICE), [] if document is None else [0, min(document, length), length]
-    kept_blocks = blocks.listed(pattern, causal, bool(cuts), length % 128 != 0).to(KERNEL_DEVICE)
+    kept_blocks = blocks.listed(pattern, causal, bool(cuts), length % 128 != 0).lists.to(KERNEL_DEVICE)
     documents = document_bounds(torch.tensor(cuts, device=KERNEL_DEVICE), 1, length) if cuts else None
     options = Options(None, documents, kept_blocks, causal, 0, 0.25)
     dlogsumexp = torch.randn(1, 2, length, device=KERNEL_DEVICE)
@@ -463,15 +465,37 @@ def test_refuses_what_it_cannot_do(change, message):
         flash2(q, k, v)
 
 
+@pytest.mark.parametrize("window", [140, 2**31 - 1, sys.maxsize])
+def test_a_window_as_long_as_the_keys_is_none(window):
+    """Positions would be beyond what the kernels' integers hold, and the kernels without a window are faster."""
+    q, k, v, _ = draw(Case(seq_q=63, seq_k=140), "cpu")
+    assert op._prepare(q, k, v, True, None, 0.0, None, window, None, None).window == 0
+    assert op._prepare(q, k, v, True, None, 0.0, None, 139, None, None).window == 139
+
+
+@pytest.mark.parametrize("change", [{"causal": False}, {"cu_seqlens": torch.tensor([0, 50, 300])}, {}])
+def test_blocks_listed_for_another_call_are_refused(change):
+    """With them keys would be seen that are hidden, or that are not there."""
+    q, k, v, _ = draw(Case(batch=1, seq_q=300, seq_k=300), "cpu")
+    kept = blocks.listed(blocks.butterfly(3), causal=True, documents=False, ragged=bool(change))
+    flash2(q, k, v, causal=True, blocks=kept._replace(ragged=True))
+    with pytest.raises(ValueError, match=r"blocks were listed with \w+=\w+, and this call has"):
+        flash2(q, k, v, **{"causal": True, "blocks": kept} | change)
+    with pytest.raises(ValueError, match=r"what kernels.flash2.blocks.listed makes of a pattern, not a Tensor"):
+        flash2(q, k, v, causal=True, blocks=kept.lists)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"scale": -1.0}, "positive scale"),
+        ({"scale": -1.0}, "positive, finite scale"),
         ({"dropout_p": 1.0}, r"in \[0, 1\)"),
-        ({"window": 8}, "causal=True and 1 or more"),
+        ({"window": 8}, "causal=True and an integer of 1 or more"),
         ({"window": 0, "causal": True}, "not 0"),
+        ({"window": 2.5, "causal": True}, "not 2.5"),
+        ({"scale": math.inf}, "positive, finite scale"),
         ({"cu_seqlens": torch.tensor([0.0, 111.0])}, "cumulative lengths"),
-        ({"dropout_p": 0.1, "numbers": torch.ones(1, 1, 16, dtype=torch.int32)}, "int32, contiguous, not"),
+        ({"dropout_p": 0.1, "numbers": torch.ones(1, 1, 16, dtype=torch.int32)}, "int32, contiguous, on cpu, not"),
     ],
 )
 def test_refuses_options_out_of_range(options, message):
