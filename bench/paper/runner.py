@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from os import environ
@@ -12,6 +14,7 @@ from pathlib import Path
 import torch
 from matplotlib.figure import Figure
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Column
 
 from bench.attention import results_folder, write
 from bench.charts import save
@@ -39,13 +42,17 @@ def run(config: PaperConfig) -> None:
 
     Raises:
         UserError: an unknown table, no GPU to measure, or results that were measured elsewhere.
+        SystemExit: after Ctrl-C, with status 130.
     """
     names = chosen_tables(config)
     folder = destination(config)
     results = {name: begin(folder / f"paper-{name}.json", config) for name in names}
     pending = {name: missing(TABLES[name].cells(config), results[name]["rows"]) for name in names}
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, TimeRemainingColumn(), speed_estimate_period=PERIOD_S) as progress:
+    times = MofNCompleteColumn, TimeElapsedColumn, TimeRemainingColumn
+    columns = [BarColumn(20), *(column(table_column=Column(no_wrap=True)) for column in times)]
+    # A narrow terminal cuts the cell's name, not the time left.
+    columns.append(TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)))
+    with stopping(folder), Progress(*columns, expand=True, speed_estimate_period=PERIOD_S) as progress:
         say = partial(progress.console.print, highlight=False, soft_wrap=True)
         task = progress.add_task("bench.paper", total=sum(map(len, pending.values())))
         for name in names:
@@ -60,6 +67,16 @@ def run(config: PaperConfig) -> None:
                 progress.advance(task)
             publish(name, results[name], folder)
             say(f"{name}: written to {folder / f'paper-{name}'}.*")
+
+
+@contextmanager
+def stopping(folder: Path) -> Iterator[None]:
+    """Around the measuring: Ctrl-C ends it with a sentence."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"interrupted; the cells done are in {folder}, and the same command goes on from there", file=sys.stderr)
+        sys.exit(130)
 
 
 def chosen_tables(config: PaperConfig) -> list[str]:

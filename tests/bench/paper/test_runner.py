@@ -1,12 +1,15 @@
 """The runner with a table of made-up cells, and what ends a process."""
 
+import io
 import json
 import subprocess
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from matplotlib.figure import Figure
+from rich.console import Console
 
 from bench.paper import cell, runner
 from bench.paper.config import PaperConfig
@@ -56,7 +59,7 @@ def test_results_are_written_after_every_cell_and_nothing_is_measured_twice(meas
     assert "# Letters\n\n6 rows" in RESULTS.with_suffix(".md").read_text()
 
 
-def test_an_interrupted_run_goes_on_where_it_was(measured, monkeypatch):
+def test_an_interrupted_run_goes_on_where_it_was(measured, monkeypatch, capsys):
     whole = runner.measure
 
     def interrupted(table, cell, config):
@@ -65,11 +68,21 @@ def test_an_interrupted_run_goes_on_where_it_was(measured, monkeypatch):
         return whole(table, cell, config)
 
     monkeypatch.setattr(runner, "measure", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(SystemExit) as ended:
         runner.run(SMOKE)
+    assert ended.value.code == 130 and "the same command goes on from there" in capsys.readouterr().err
     monkeypatch.setattr(runner, "measure", whole)
     runner.run(SMOKE)
     assert measured.letters == ["a", "b", "c"]
+
+
+def test_a_narrow_terminal_shows_how_far_it_is(measured, monkeypatch):
+    """However long the name of a cell is."""
+    screen = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    monkeypatch.setattr(runner, "Progress", partial(runner.Progress, console=screen))
+    monkeypatch.setattr(runner, "text_of", lambda cell: "a long name " * 20)
+    runner.run(SMOKE)
+    assert " 3/3 0:00:" in screen.file.getvalue()
 
 
 def test_what_failed_is_tried_again_in_its_place_and_what_did_not_fit_is_not(measured):
