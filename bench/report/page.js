@@ -106,3 +106,8 @@ for (const header of document.querySelectorAll("th")) {
 }
 
 draw();
+
+// On paper nothing can be unfolded.
+matchMedia("print").addEventListener("change", ({ matches }) => {
+  for (const table of document.querySelectorAll("#results details")) table.open = matches;
+});

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -114,7 +115,8 @@ def common(runs: list[Run]) -> Table:
 
 
 def read_results(place: str) -> list[Table]:
-    """The tables of the results files in and below a folder, every list of rows in them one table.
+    """The tables of the results files in and below a folder: the page that bench.paper wrote beside its rows, elsewhere
+    every list of rows.
 
     Raises:
         UserError: there is no such file, or one that no benchmark wrote.
@@ -127,6 +129,8 @@ def read_results(place: str) -> list[Table]:
 
 
 def read_file(path: Path, name: str) -> list[Table]:
+    if path.with_suffix(".md").is_file():
+        return [read_page(path.with_suffix(".md"))]
     try:
         content = json.loads(path.read_text())
         parts = {key: value for key, value in content.items() if isinstance(value, list)}
@@ -135,6 +139,28 @@ def read_file(path: Path, name: str) -> list[Table]:
         return [table_of(rows, titles[key], about) for key, rows in parts.items()]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"{path} is no results file of bench; move it away, or name another folder") from error
+
+
+def read_page(path: Path) -> Table:
+    """The table of a Markdown page under its headline, with the other paragraphs as its note.
+
+    Raises:
+        UserError: it holds none.
+    """
+    title, *parts = path.read_text().strip().split("\n\n")
+    text = "\n\n".join(part.replace("`", "") for part in parts)
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    if len(lines) < 2:
+        raise UserError(f"{path} holds no table; let python -m bench.paper write it anew, or move it away")
+    header, _, *rows = ([word.strip() for word in line.strip("|").split("|")] for line in lines)
+    note = " ".join(line for line in text.splitlines() if line and not line.startswith("|"))
+    return Table(title.lstrip("# "), note, header, [[printed(word) for word in row] for row in rows])
+
+
+def printed(text: str) -> Cell:
+    """A cell of a page, sorted by its first number where it begins with one."""
+    number = re.match(r"-?[\d,]+(\.\d+)?", text)
+    return Cell(text, float(number[0].replace(",", "")) if number else None)
 
 
 def table_of(rows: list[dict], title: str, about: dict) -> Table:

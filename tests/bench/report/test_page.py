@@ -191,6 +191,7 @@ def test_paper_gets_whole_charts_in_black_on_white_without_controls(page):
     expect(page.locator("#controls")).to_be_hidden()
     colours = page.evaluate("[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]")
     assert colours == ["rgb(0, 0, 0)", "rgb(255, 255, 255)"]
+    expect(page.locator("#results table").first).to_be_visible()
     page.set_viewport_size({"width": 680, "height": 1000})  # A4 without its margins
     for drawing in page.locator(".chart .main-svg").all():
         box, figure = drawing.bounding_box(), drawing.locator("xpath=ancestor::figure").bounding_box()

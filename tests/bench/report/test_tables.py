@@ -55,6 +55,10 @@ def test_our_own_results_become_tables():
     assert [row[0].text for row in tables["h200/attention"].rows] == [row["variant"] for row in rows]
     assert {"h200/parity", "h200/training", "h200/features, memory", "cpu/prepare"} <= set(tables)
     assert all(table.columns and table.rows for table in tables.values())
+    paper = tables["FlashAttention-2's table 1: training GPT-3 models"]
+    assert paper.columns[:3] == ["model", "context", "naive"] and len(paper.rows) == 4
+    assert [row[2].order is None for row in paper.rows] == [row[2].text == "OOM" for row in paper.rows]
+    assert paper.note.startswith("TFLOP/s of one device") and "Measured on NVIDIA H200" in paper.note
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"rows": []}', '{"environment": {}, "rows": [1]}'])
