@@ -1,5 +1,7 @@
 """The bar charts of the FlashAttention-2 paper (its figures 4 to 6) from the rows of bench.attention."""
 
+import hashlib
+import json
 from pathlib import Path
 from typing import NamedTuple
 
@@ -64,7 +66,7 @@ def draw(rows: list[dict], results: Path, environment: dict) -> list[Path]:
             figure = figure_of(shown, f"{title}, {shown[0]['dtype']}, {environment['gpu']}")
             for suffix in ("png", "svg"):
                 paths.append(results.with_name(f"{results.stem}-{pass_}.{suffix}"))
-                save(figure, paths[-1])
+                save(figure, paths[-1], rows)
     return paths
 
 
@@ -100,7 +102,13 @@ def fill(rows: list[dict], axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def save(figure: Figure, path: Path) -> None:
-    """The same bytes from the same numbers: nothing random and no date."""
+def save(figure: Figure, path: Path, rows: list[dict]) -> None:
+    """The same bytes from the same numbers: nothing random and no date. The picture tells the rows it is drawn of."""
+    metadata = {"Description": digest(rows)} | ({"Date": None} if path.suffix == ".svg" else {})
     with matplotlib.rc_context({"svg.hashsalt": "gpt2-flash"}):
-        figure.savefig(path, dpi=110, metadata={"Date": None} if path.suffix == ".svg" else None)
+        figure.savefig(path, dpi=110, metadata=metadata)
+
+
+def digest(rows: list[dict]) -> str:
+    """What tells a picture of these rows from one of others."""
+    return f"sha256 of its rows: {hashlib.sha256(json.dumps(rows).encode()).hexdigest()}"

@@ -5,7 +5,7 @@ import re
 import shutil
 from pathlib import Path
 
-from bench.report.readme import README, RESULTS, fill, parity_picture
+from bench.report.readme import README, RESULTS, fill, parity_picture, stale_pictures
 
 ROOT = Path(__file__).parents[1]
 
@@ -22,9 +22,18 @@ def test_a_changed_result_changes_the_table(tmp_path):
     assert "123,456" in fill(README.read_text(), tmp_path)
 
 
-def test_picture_can_be_drawn_from_the_results(tmp_path):
-    parity_picture(RESULTS, tmp_path / "parity.svg")
-    assert "<svg" in (tmp_path / "parity.svg").read_text()
+def test_pictures_are_those_of_the_results(tmp_path):
+    text = README.read_text()
+    assert text.count("![") == 5 and stale_pictures(text) == [], "run python -m bench.report --readme"
+    folder = tmp_path / "bench" / "results" / "h200"
+    shutil.copytree(RESULTS / "h200", folder)
+    (folder / "paper-scaling.svg").write_text("<svg/>")
+    file = json.loads((folder / "parity.json").read_text())
+    file["rows"][0]["step_ms"] += 1
+    (folder / "parity.json").write_text(json.dumps(file))
+    assert stale_pictures(text, tmp_path) == [f"bench/results/h200/{name}.svg" for name in ("parity", "paper-scaling")]
+    parity_picture(tmp_path / "bench" / "results", folder / "parity.svg")
+    assert stale_pictures(text, tmp_path) == ["bench/results/h200/paper-scaling.svg"]
 
 
 def test_ci_runs_the_readmes_test_command():

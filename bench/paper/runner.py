@@ -183,7 +183,7 @@ def publish(name: str, results: dict, folder: Path) -> None:
     pictures: dict[str, Figure] = TABLES[name].pictures(results["rows"], device_of(results))
     for ending, figure in pictures.items():
         for suffix in ("png", "svg"):
-            save(figure, folder / f"paper-{name}{ending}.{suffix}")
+            save(figure, folder / f"paper-{name}{ending}.{suffix}", results["rows"])
 
 
 def page(name: str, results: dict) -> str:

@@ -2,17 +2,19 @@
 
 import json
 import math
+import re
 from functools import partial
 from pathlib import Path
 
 import matplotlib
 import matplotlib.pyplot as plt
 
+from bench import charts
+from bench.charts import digest, save
 from bench.environment import ROOT
 from errors import UserError
 
 matplotlib.use("svg")  # draws without a screen
-matplotlib.rcParams["svg.hashsalt"] = "gpt2-flash"  # the same picture from the same numbers
 README = ROOT / "README.md"
 PAPER = "gpt2", "gpt2_context", "gpt3", "io", "memory"  # tables of bench.paper
 RESULTS = ROOT / "bench" / "results"
@@ -61,7 +63,7 @@ def parity_picture(results: Path, picture: Path) -> None:
     by_time.legend(frameon=False)
     for axes in (by_tokens, by_time):
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(picture, metadata={"Date": None})
+    save(figure, picture, rows)
     plt.close(figure)
 
 
@@ -153,16 +155,38 @@ def fill(text: str, results: Path = RESULTS) -> str:
     return text
 
 
+def draw(results: Path = RESULTS) -> None:
+    """Draws every picture of the results anew, and with them the pages of the papers' tables."""
+    from bench.paper.runner import TABLES, publish  # takes seconds
+
+    folder = results / "h200"
+    parity_picture(results, folder / "parity.svg")
+    attention = json.loads((folder / "attention.json").read_text())
+    charts.draw(attention["rows"], folder / "attention.json", attention["environment"])
+    for name in TABLES:
+        publish(name, json.loads((folder / f"paper-{name}.json").read_text()), folder)
+
+
+def stale_pictures(text: str, root: Path = ROOT) -> list[str]:
+    """The pictures in the README that are not drawn of the rows that the results file beside them has."""
+    stale = []
+    for picture in map(Path, re.findall(r"!\[[^]]*\]\(([^)]+)\)", text)):
+        files = [file for file in (root / picture.parent).glob("*.json") if picture.stem.startswith(file.stem)]
+        source = max(files, key=lambda file: len(file.stem))
+        if digest(json.loads(source.read_text())["rows"]) not in (root / picture).read_text():
+            stale.append(str(picture))
+    return stale
+
+
 def rewrite(check: bool) -> None:
-    """Brings the README and its pictures up to date with bench/results; only looks, if it is a `check`.
+    """Brings the README and the pictures up to date with bench/results; only looks, if it is a `check`.
 
     Raises:
-        UserError: the README checked differs from bench/results.
+        UserError: the README checked, or a picture in it, differs from bench/results.
     """
     old = README.read_text()
-    new = fill(old)
     if not check:
-        README.write_text(new)
-        parity_picture(RESULTS, RESULTS / "h200" / "parity.svg")
-    elif new != old:
-        raise UserError("README.md differs from bench/results; run python -m bench.report --readme")
+        draw()
+        README.write_text(fill(old))
+    elif stale := [*(["README.md"] if fill(old) != old else []), *stale_pictures(old)]:
+        raise UserError(f"bench/results has other figures than {', '.join(stale)}; run python -m bench.report --readme")

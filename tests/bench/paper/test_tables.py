@@ -20,7 +20,7 @@ def test_the_smoke_size_gives_rows_markdown_and_pictures(name, tmp_path, monkeyp
     table = runner.TABLES[name]
     drawn = {}
     if name != "blocks":  # drawing takes a second a picture
-        monkeypatch.setattr(runner, "save", lambda figure, path: drawn.update({path.name: figure}))
+        monkeypatch.setattr(runner, "save", lambda figure, path, rows: drawn.update({path.name: figure}))
     out = run("bench/paper/__main__.py", f"table={name}", "size=smoke").ok().out
     assert f"paper-{name}.*" in out
     folder = tmp_path / runner.SMOKE_FOLDER
