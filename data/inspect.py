@@ -52,6 +52,11 @@ def first_documents(tokens: np.ndarray, tokenizer: Tokenizer) -> list[str]:
         ends = np.flatnonzero(tokens[start : start + CHUNK] == tokenizer.eot)
         length = int(ends[0]) if len(ends) else len(tokens[start : start + CHUNK])
         shown = tokens[start : start + min(length, SHOWN_TOKENS)].tolist()
+        if shown and max(shown) >= tokenizer.vocab_size:
+            raise UserError(
+                f"Document {len(texts) + 1} holds the token {max(shown)}, which the {tokenizer.name} tokenizer lacks: "
+                "set the data.tokenizer that the files were made with, or prepare them again."
+            )
         texts.append(repr(tokenizer.decode(shown)) + (" ..." if length > SHOWN_TOKENS else ""))
         start += length + 1
     return texts

@@ -165,7 +165,8 @@ def _split(path: Path, config: DataConfig) -> str:
 
 
 def _is_text(path: Path) -> bool:
-    return not {".parquet", ".jsonl"} & set(path.suffixes)
+    unpacked = path.with_suffix("") if path.suffix in PACKED else path
+    return unpacked.suffix not in (".parquet", ".jsonl")
 
 
 @contextmanager

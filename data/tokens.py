@@ -188,6 +188,12 @@ class TokenWriter:
                 total = sum(count["documents"] for count in self.counts.values())
                 self.close()
                 shutil.rmtree(self.scratch)
+                if total < len(SPLITS):
+                    raise UserError(
+                        f"There is no more than {total} document, and train.bin and val.bin need one each (a .txt file "
+                        "is one, a line of .jsonl, a row of .parquet): give more, or data.document_start, where one "
+                        "begins."
+                    )
                 raise UserError(f"None of the {total} documents fell into {split}.bin: {change} data.val_fraction.")
         self.save(self.position)
         meta = {"tokenizer": tokenizer, "vocab_size": vocab_size(tokenizer), "source": source, "counts": self.counts}

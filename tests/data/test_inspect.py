@@ -52,3 +52,10 @@ def test_files_without_a_description_are_inspected_too(corpus, tmp_path):
     lines = []
     inspect(corpus, log=lines.append)
     assert "no meta.json with checksums" in lines[0]
+
+
+def test_tokens_of_another_tokenizer_are_refused(corpus, tmp_path):
+    (tmp_path / "corpus" / "meta.json").unlink()
+    np.array([1, 2, 60000], dtype="<u2").tofile(tmp_path / "corpus" / "train.bin")
+    with pytest.raises(UserError, match="Document 1 holds the token 60000, which the byte tokenizer lacks"):
+        inspect(corpus, log=lambda line: None)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -13,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from omegaconf import OmegaConf
 
-from data import hub
+from data import hub, readers
 from data import prepare as module
 from data.config import DataConfig
 from data.prepare import hold_out, prepare
@@ -330,7 +331,7 @@ def broken(name, content):
             r"a\.parquet cannot be read from row 3 on",
         ),
         (truncated_parquet, r"a\.parquet cannot be read"),
-        (broken("a.txt", b"the only one"), r"None of the 1 documents fell into (val|train)\.bin"),
+        (broken("a.txt", b"the only one"), r"no more than 1 document, .* give more, or data\.document_start"),
     ],
     ids=[
         "no file",
@@ -364,3 +365,10 @@ def test_other_corpora_need_no_preparation(tmp_path):
         prepare(config_of(tmp_path, name="tokens"))
     with pytest.raises(UserError, match=r"data\.source is not set"):
         prepare(config_of(tmp_path, source=None))
+
+
+@pytest.mark.parametrize(
+    ("name", "is_text"), [("about.jsonl.1.txt", True), ("a.txt.gz", True), ("a.jsonl.gz", False), ("a.parquet", False)]
+)
+def test_the_end_of_a_name_tells_what_a_file_is(name, is_text):
+    assert readers._is_text(Path(name)) is is_text

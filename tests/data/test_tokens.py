@@ -94,8 +94,10 @@ def test_a_foreign_meta_is_refused(corpus, text):
 
 
 def test_a_split_without_documents_is_refused_and_leaves_nothing(tmp_path):
-    with pytest.raises(UserError, match=r"None of the 1 documents fell into val\.bin: raise data\.val_fraction"):
+    with pytest.raises(UserError, match=r"no more than 1 document, and train\.bin and val\.bin need one each"):
         write_all(tmp_path, DOCUMENTS[:1])
+    with pytest.raises(UserError, match=r"None of the 2 documents fell into val\.bin: raise data\.val_fraction"):
+        write_all(tmp_path, DOCUMENTS[:1] * 2)
     assert not list(tmp_path.iterdir())
 
 
