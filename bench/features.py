@@ -1,11 +1,14 @@
-"""What flash2 can do besides plain attention: each feature's speed beside the plain case, errors, memory, host time.
+"""What flash2 can do besides plain attention: each feature's speed beside the plain case, what leaving blocks out
+saves, errors, memory, host time.
 
     python -m bench.features            all of it on this GPU, a table, and bench/results/<gpu>/features.json
     python -m bench.features --only errors
 
 Sampled as bench.timing does, the feature and its plain case alternating. `speed` is the plain case's time over the
-feature's. Errors are of |x - exact| / |exact| in the Frobenius norm against fp64, beside those of torch's flash backend
-on the same inputs: normal ones, ones whose scores reach 1e4, and queries that see a single key.
+feature's. `kept` is the share of the blocks of 128 x 128 under the diagonal that a pattern keeps, or a window touches:
+time is proportional to it where `speed`, over all of these blocks, is 1 / kept. Errors are of |x - exact| / |exact| in
+the Frobenius norm against fp64, beside those of torch's flash backend on the same inputs: normal ones, ones whose
+scores reach 1e4, and queries that see a single key.
 
 T queries, S keys, D head size.
 """
@@ -25,6 +28,7 @@ from bench.cells import HIDDEN, TOKENS
 from bench.environment import environment
 from bench.timing import Gpu, sampler_of
 from kernels.flash2 import flash2
+from kernels.flash2.blocks import BLOCK, butterfly, listed
 from kernels.standard import standard_attention
 from model.attention import sdpa
 
@@ -36,6 +40,7 @@ ERROR_DRAWS = 32
 MEMORY_LENGTHS = [2**n for n in range(14, 19)]  # to 256k tokens in one sequence
 MEMORY_HEADS = 8
 WINDOW = DOCUMENT = 1024
+SPARSE_LENGTH, SPARSE_PARTS, SPARSE_WINDOWS = 16384, (2, 4, 8, 16), (8192, 4096, 2048, 1024)
 GROUP = 4  # query heads to a key/value head
 Inputs = tuple[Tensor, ...]
 
@@ -76,12 +81,46 @@ def speed_rows(gpu: Gpu, rounds: int) -> Iterator[dict]:
         for seq_len in SPEED_LENGTHS:
             for name, with_it, without in features(head_dim, seq_len, gpu.device):
                 for pass_ in PASSES:
-                    with_it[pass_](), without[pass_]()
-                    samplers = [sampler_of(passes[pass_], gpu)[0] for passes in (with_it, without)]
-                    samples = [[sampler.sample(gpu) for sampler in samplers] for _ in range(rounds)]
-                    ms, plain_ms = (statistics.median(times) for times in zip(*samples, strict=True))
+                    ms, plain_ms = compare(with_it[pass_], without[pass_], gpu, rounds)
                     row = {"feature": name, "head_dim": head_dim, "seq_len": seq_len, "pass": pass_}
                     yield row | {"ms": ms, "plain_ms": plain_ms, "speed": plain_ms / ms}
+
+
+def patterns(seq_len: int) -> Iterator[tuple[str, dict, Tensor]]:
+    """(name, options of flash2, blocks under the diagonal that are computed): all first, then ever fewer."""
+    n = seq_len // BLOCK
+    i, generator = torch.arange(n), torch.Generator().manual_seed(0)
+    lower, chance = i[:, None] >= i, torch.rand(n, n, generator=generator)
+    drawn = {f"1 in {part}": (chance * part < 1) | (i[:, None] == i) for part in SPARSE_PARTS}
+    for name, pattern in {"all blocks": lower, **drawn, "butterfly": butterfly(n)}.items():
+        kept = listed(pattern, causal=True, documents=False, ragged=False)
+        yield name, {"blocks": kept}, pattern & lower
+    for window in SPARSE_WINDOWS:
+        yield f"window {window}", {"window": window}, lower & (i[:, None] - i <= (window - 2) // BLOCK + 1)
+
+
+def sparsity_rows(gpu: Gpu, rounds: int) -> Iterator[dict]:
+    """What is left of the time where blocks are left out, beside all of them computed by the same kernels."""
+    for head_dim in HEAD_DIMS:
+        inputs = normal(TOKENS // SPARSE_LENGTH, SPARSE_LENGTH, HIDDEN // head_dim, head_dim, gpu.device)
+        whole, blocks_of_all = {}, 1
+        for name, options, computed in patterns(SPARSE_LENGTH):
+            here = {key: x.to(gpu.device) if key == "blocks" else x for key, x in options.items()}
+            passes = bound(partial(flash2, causal=True, **here), inputs)
+            whole, blocks_of_all = (whole, blocks_of_all) if whole else (passes, int(computed.sum()))
+            for pass_ in PASSES:
+                ms, all_ms = compare(passes[pass_], whole[pass_], gpu, rounds)
+                row = {"pattern": name, "head_dim": head_dim, "seq_len": SPARSE_LENGTH, "pass": pass_}
+                yield row | {"kept": int(computed.sum()) / blocks_of_all, "ms": ms, "speed": all_ms / ms}
+
+
+def compare(call: Callable[[], object], other: Callable[[], object], gpu: Gpu, rounds: int) -> tuple[float, float]:
+    """Median milliseconds of two calls, sampled in turn."""
+    call(), other()
+    samplers = [sampler_of(x, gpu)[0] for x in (call, other)]
+    samples = [[sampler.sample(gpu) for sampler in samplers] for _ in range(rounds)]
+    one, two = (statistics.median(times) for times in zip(*samples, strict=True))
+    return one, two
 
 
 def hard_inputs(head_dim: int, device: str) -> Iterator[tuple[str, bool, Inputs]]:
@@ -152,6 +191,7 @@ def host_rows(gpu: Gpu) -> Iterator[dict]:
 
 PARTS: dict[str, Callable[[Gpu, int], Iterator[dict]]] = {
     "speed": speed_rows,
+    "sparsity": sparsity_rows,
     "errors": lambda gpu, rounds: error_rows(gpu),
     "memory": lambda gpu, rounds: memory_rows(gpu),
     "host": lambda gpu, rounds: host_rows(gpu),
