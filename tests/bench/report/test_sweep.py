@@ -48,7 +48,7 @@ def test_a_sweep_in_which_nothing_trained_says_so(workplace):
 def test_a_job_is_compiled_as_if_it_were_alone(workplace, monkeypatch):
     """For its own context length: compiled for any, as torch does at the second it sees, sdpa is refused."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    sweep("attention=naive,sdpa", "model.context_length=16,32", "train.compile=true").ok()
+    sweep("attention=sdpa", "model.context_length=16,32", "train.compile=true").ok()
 
 
 def test_a_job_is_not_deterministic_because_another_was(workplace, monkeypatch):
