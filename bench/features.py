@@ -86,32 +86,34 @@ def speed_rows(gpu: Gpu, rounds: int) -> Iterator[dict]:
                     yield row | {"ms": ms, "plain_ms": plain_ms, "speed": plain_ms / ms}
 
 
-def patterns(seq_len: int) -> Iterator[tuple[str, dict, Tensor]]:
-    """(name, options of flash2, blocks under the diagonal that are computed): all first, then ever fewer."""
+def patterns(seq_len: int, device: str) -> Iterator[tuple[str, dict, int]]:
+    """(name, options of flash2, how many blocks under the diagonal are computed); all of them first."""
     n = seq_len // BLOCK
     i, generator = torch.arange(n), torch.Generator().manual_seed(0)
     lower, chance = i[:, None] >= i, torch.rand(n, n, generator=generator)
     drawn = {f"1 in {part}": (chance * part < 1) | (i[:, None] == i) for part in SPARSE_PARTS}
     for name, pattern in {"all blocks": lower, **drawn, "butterfly": butterfly(n)}.items():
         kept = listed(pattern, causal=True, documents=False, ragged=False)
-        yield name, {"blocks": kept}, pattern & lower
+        yield name, {"blocks": kept.to(device)}, int((pattern & lower).sum())
     for window in SPARSE_WINDOWS:
-        yield f"window {window}", {"window": window}, lower & (i[:, None] - i <= (window - 2) // BLOCK + 1)
+        touched = lower & (i[:, None] - i <= (window - 2) // BLOCK + 1)
+        yield f"window {window}", {"window": window}, int(touched.sum())
 
 
 def sparsity_rows(gpu: Gpu, rounds: int) -> Iterator[dict]:
     """What is left of the time where blocks are left out, beside all of them computed by the same kernels."""
     for head_dim in HEAD_DIMS:
         inputs = normal(TOKENS // SPARSE_LENGTH, SPARSE_LENGTH, HIDDEN // head_dim, head_dim, gpu.device)
-        whole, blocks_of_all = {}, 1
-        for name, options, computed in patterns(SPARSE_LENGTH):
-            here = {key: x.to(gpu.device) if key == "blocks" else x for key, x in options.items()}
-            passes = bound(partial(flash2, causal=True, **here), inputs)
-            whole, blocks_of_all = (whole, blocks_of_all) if whole else (passes, int(computed.sum()))
+        cases = [
+            (name, bound(partial(flash2, causal=True, **options), inputs), blocks)
+            for name, options, blocks in patterns(SPARSE_LENGTH, gpu.device)
+        ]
+        _, whole, all_blocks = cases[0]
+        for name, passes, blocks in cases:
             for pass_ in PASSES:
                 ms, all_ms = compare(passes[pass_], whole[pass_], gpu, rounds)
                 row = {"pattern": name, "head_dim": head_dim, "seq_len": SPARSE_LENGTH, "pass": pass_}
-                yield row | {"kept": int(computed.sum()) / blocks_of_all, "ms": ms, "speed": all_ms / ms}
+                yield row | {"kept": blocks / all_blocks, "ms": ms, "speed": all_ms / ms}
 
 
 def compare(call: Callable[[], object], other: Callable[[], object], gpu: Gpu, rounds: int) -> tuple[float, float]:

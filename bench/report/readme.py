@@ -10,7 +10,6 @@ import matplotlib
 import matplotlib.pyplot as plt
 
 from bench import charts
-from bench.charts import digest, save
 from bench.environment import ROOT
 from errors import UserError
 
@@ -63,7 +62,7 @@ def parity_picture(results: Path, picture: Path) -> None:
     by_time.legend(frameon=False)
     for axes in (by_tokens, by_time):
         axes.spines[["top", "right"]].set_visible(False)
-    save(figure, picture, rows)
+    charts.save(figure, picture, rows)
     plt.close(figure)
 
 
@@ -173,7 +172,7 @@ def stale_pictures(text: str, root: Path = ROOT) -> list[str]:
     for picture in map(Path, re.findall(r"!\[[^]]*\]\(([^)]+)\)", text)):
         files = [file for file in (root / picture.parent).glob("*.json") if picture.stem.startswith(file.stem)]
         source = max(files, key=lambda file: len(file.stem))
-        if digest(json.loads(source.read_text())["rows"]) not in (root / picture).read_text():
+        if charts.digest(json.loads(source.read_text())["rows"]) not in (root / picture).read_text():
             stale.append(str(picture))
     return stale
 
