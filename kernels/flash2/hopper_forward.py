@@ -321,7 +321,7 @@ def _queries(q_slots, slot, N: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr,
     q0, q1 = qs0.index(slot).reshape([ROWS, D0]), 0
     if D1:
         q1 = qs1.index(slot).reshape([ROWS, D1])
-    if N == 64 and not DROPOUT:
+    if N + D0 + D1 <= 192 and not DROPOUT:
         layout: gl.constexpr = gl.DotOperandLayout(0, _accumulator_layout(N), 2)
         return q0.load(layout), q1.load(layout) if D1 else 0
     else:
@@ -393,11 +393,15 @@ def _consumer(
                 s = _mask(s, next_i, 0, seq_q, seq_k, N, CAUSAL)
             b_p, next_m, next_l, _ = _softmax(s, none, zero, scale_log2)
             p_next = _operand(_drop(b_p, of_queries, of_keys, threshold, DROPOUT), p.dtype, D0)
-            _await(full, it + 1, STAGES)
+            # Keeps the exponentials where they are, as in _walk. Of two slots the next block gets that of this tile's
+            # last V, which is given back only below; so here the block that has come already is waited for.
+            _await(full, it if STAGES == 2 else it + 1, STAGES)
             out0, out1, p = _wait(0, acc0, acc1, p, D1)
             mbarrier.arrive(empty.index(it % STAGES))
             if not shared:
                 mbarrier.arrive(empty.index(v_slot))
+            if STAGES == 2:
+                _await(full, it + 1, STAGES)
             _finish(out, logsumexp, out0, out1, m, l, keep_scale, batch, head, i, shape, D0, D1)
             p, m, l = p_next, next_m, next_l
             batch, head, i = next_batch, next_head, next_i
@@ -430,9 +434,6 @@ def forward_kernel(
     heads / groups, D0 + D1); q1, k1 and v1 the D1 columns beyond, or None; numbers is dropout's, or None. Grid: any
     number of programs up to that of the tiles.
     """
-    # A consumer that owns fewer blocks of a tile than another gives back the slot of its last V only once the block
-    # after the next is there: of two slots, that block would wait for this very one.
-    gl.static_assert(STAGES >= 3)
     q_slots = _slots(q0, q1, 2 * CONSUMERS, D1)
     k_slots = _slots(k0, k1, STAGES, D1)
     v_slots = _slots(v0, v1, STAGES, D1)

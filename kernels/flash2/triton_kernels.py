@@ -56,6 +56,24 @@ def _kept_blocks(blocks, side, start, seq_len, BLOCKS: tl.constexpr):
 
 
 @triton.jit
+def _place_of_keys(tiles, N: tl.constexpr, BLOCKS: tl.constexpr):
+    """This program's batch and key/value head, in one number, and its first key.
+
+    Head by head, whose queries then stay in the L2 cache. With BLOCKS the first block of keys, which butterflies and
+    other patterns show to all queries, comes first in all heads: started last, it would end long after the others.
+    """
+    program = tl.program_id(0)
+    bg, tile = program // tiles, program % tiles
+    if BLOCKS:
+        early = tl.minimum(BLOCK // N, tiles)
+        rest = tl.maximum(tiles - early, 1)
+        later = program - tl.num_programs(0) // tiles * early
+        bg = tl.where(later < 0, program // early, later // rest)
+        tile = tl.where(later < 0, program % early, early + later % rest)
+    return bg, tile * N
+
+
+@triton.jit
 def _row_at(p_list, at, BLOCKS: tl.constexpr):
     """The row that a loop has come to: `at` itself, or where that lies when only listed blocks are walked through."""
     if BLOCKS:
@@ -402,9 +420,8 @@ def key_gradient_kernel(
     """
     tiles = tl.cdiv(seq_k, N)
     kv_heads = heads // groups
-    batch = tl.program_id(0) // tiles // kv_heads
-    kv_head = tl.program_id(0) // tiles % kv_heads
-    j = tl.program_id(0) % tiles * N
+    bg, j = _place_of_keys(tiles, N, BLOCKS)
+    batch, kv_head = bg // kv_heads, bg % kv_heads
     offset = seq_k - seq_q
     o_n = tl.arange(0, N)
     k = at_head(k, batch, kv_head, sk_b, sk_h, TMA)

@@ -77,6 +77,18 @@ def test_neither_the_number_of_processes_nor_the_way_they_share_the_work_changes
     assert_same_curve(runs / folder, runs / "alone", after)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_nor_do_they_on_gpus_joined_by_nccl(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_tokens(tmp_path / "tokens")
+    on_gpus = f"{GLOBAL} device=cuda precision=fp32 attention=flash2"
+    train("alone", *on_gpus.split()).ok()
+    train_together(2, f"ddp {on_gpus}", f"fsdp {on_gpus} parallel=fsdp")
+    for folder in ("ddp", "fsdp"):
+        assert_same_curve(tmp_path / folder, tmp_path / "alone")
+
+
 def test_the_first_process_alone_logs_and_saves(runs):
     """On two nodes too: 16 sequences of 32 tokens a step, whoever read them."""
     for folder in ("ddp", "four"):
