@@ -10,9 +10,11 @@ from torch.autograd.function import once_differentiable
 
 from kernels.cross_entropy import definition
 
-CHUNK = 16384
-"""Tokens whose logits are held at a time: 1.5 GiB for GPT-2's vocabulary in 16 bits. With fewer, the matrix products
-over the chunk no longer fill the GPU."""
+CHUNKS = 8
+"""Parts that the tokens are cut into, so that logits stay few beside what the layers keep of the same tokens."""
+CHUNK = 4096, 16384
+"""The least and the most tokens of a part. Each part reads and writes the whole gradient of the head once, which for
+fewer tokens takes as long as their products; the logits of the most are 1.5 GiB for GPT-2's vocabulary in 16 bits."""
 
 _library = torch.library.Library("cross_entropy", "DEF")
 _library.define(
@@ -30,9 +32,10 @@ def _linear(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, gr
     dweight.zero_()
     with torch.autocast(hidden.device.type, enabled=False):
         matrix = weight.to(hidden.dtype)
-        logits = hidden.new_empty((min(CHUNK, len(hidden)), len(weight)))
-        for start in range(0, len(hidden), CHUNK):
-            part = slice(start, min(start + CHUNK, len(hidden)))
+        size = min(max(-(-len(hidden) // CHUNKS), CHUNK[0]), CHUNK[1])
+        logits = hidden.new_empty((min(size, len(hidden)), len(weight)))
+        for start in range(0, len(hidden), size):
+            part = slice(start, min(start + size, len(hidden)))
             chunk = logits[: part.stop - start]
             torch.mm(hidden[part], matrix.T, out=chunk)
             total += kernel(chunk, targets[part], vocab_size, gradient).sum()
