@@ -132,6 +132,25 @@ def training_table(results: Path) -> str:
     return "\n".join(lines)
 
 
+def sparsity_table(results: Path) -> str:
+    """How much faster flash2 is with some blocks only, and with a window, from `bench.features --only sparsity`."""
+    file = json.loads((results / "h200" / "sparsity.json").read_text())
+    where, speeds = file["environment"], {}
+    for row in file["sparsity"]:
+        kept = speeds.setdefault(row["pattern"], {"kept": row["kept"]})
+        kept[row["head_dim"], row["pass"]] = rounded_down(row["speed"])
+    lines = [
+        "| blocks | kept | times as fast, if in proportion | head 64: forward / both passes | head 128 |",
+        "|---|--:|--:|--:|--:|",
+    ]
+    for pattern, cells in speeds.items():
+        both = (f"{cells[head_dim, 'forward']} / {cells[head_dim, 'both']}" for head_dim in (64, 128))
+        if cells["kept"] < 1:
+            lines.append(f"| {pattern} | {cells['kept']:.1%} | {1 / cells['kept']:.2f} | {' | '.join(both)} |")
+    measured = f"{where['gpu']} (torch {where['torch']}, Triton {where['triton']}, commit {where['commit'][:12]})"
+    return "\n".join([*lines, "", f"Causal, 16,384 tokens, beside a list of all blocks; one {measured}."])
+
+
 def paper_table(results: Path, name: str) -> str:
     """A table of bench.paper, as that wrote it, without its headline."""
     return (results / "h200" / f"paper-{name}.md").read_text().partition("\n\n")[2].strip()
@@ -144,6 +163,7 @@ def fill(text: str, results: Path = RESULTS) -> str:
         "attention": attention_table,
         "documents": documents_table,
         "training": training_table,
+        "sparsity": sparsity_table,
     } | {f"paper-{name}": partial(paper_table, name=name) for name in PAPER}
     for name, make in made.items():
         start, end = f"<!-- {name} -->\n", f"\n<!-- /{name} -->"

@@ -76,7 +76,7 @@ def test_without_gradient_the_logits_stay(implementation):
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize("tokens", [1, 16, 50, 200], ids=lambda n: f"{n}_tokens")
 def test_loss_and_gradients_in_chunks_are_those_of_whole_logits(tokens, dtype, monkeypatch):
-    """By 4, 4, 7 and 16 tokens. Also with the weight in fp32, whose gradient is then summed in fp32 whatever the dtype of the products."""
+    """By 4, 4, 7 and 16 tokens. With the weight in fp32 its gradient is summed in fp32, whatever the products' are."""
     monkeypatch.setattr(op, "CHUNK", (4, 16))
     torch.manual_seed(0)
     hidden = torch.randn(tokens, 32, device=DEVICE).to(dtype).requires_grad_()
