@@ -90,6 +90,8 @@ def read_meta(folder: Path) -> dict | None:
         ours = ours and all(isinstance(meta["counts"][split]["tokens"], int) for split in SPLITS)
     except FileNotFoundError:
         return None
+    except NotADirectoryError as error:
+        raise UserError(f"data.dir={folder} is a file: name the folder of the token files.") from error
     except (ValueError, LookupError, TypeError):
         ours = False
     if not ours:
@@ -189,8 +191,9 @@ class TokenWriter:
                 self.close()
                 shutil.rmtree(self.scratch)
                 if total < len(SPLITS):
+                    found = "one document" if total else "no document"
                     raise UserError(
-                        f"There is no more than {total} document, and train.bin and val.bin need one each (a .txt file "
+                        f"There is {found}, and train.bin and val.bin need one each (a .txt file "
                         "is one, a line of .jsonl, a row of .parquet): give more, or data.document_start, where one "
                         "begins."
                     )

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from rich.console import Console
+from rich.progress import track
 from torch import Tensor, nn
 
 from data.loader import IGNORED, document_cuts
@@ -92,7 +94,7 @@ def score(
     compute: Compute,
     document_mask: bool = False,
 ) -> Score:
-    """The model's score on `tokens`, one dimension, `batch` windows at a time.
+    """The model's score on `tokens`, one dimension, `batch` windows at a time; a terminal is shown how far it is.
 
     Raises:
         UserError: fewer than two tokens, or one that the model does not know.
@@ -105,8 +107,9 @@ def score(
     model.eval()
     nats = torch.zeros((), dtype=torch.float64, device=compute.device)
     pending: list[tuple[int, int, int]] = []
-    places = list(windows(len(tokens), context, stride))
-    for i, place in enumerate(places):
+    places, console = list(windows(len(tokens), context, stride)), Console(stderr=True)
+    shown = {"console": console, "disable": not console.is_terminal, "transient": True}
+    for i, place in enumerate(track(places, "evaluating", **shown)):
         pending.append(place)
         alike = i + 1 < len(places) and places[i + 1][1] - places[i + 1][0] == place[1] - place[0]
         if len(pending) == batch or not alike:

@@ -331,7 +331,7 @@ def broken(name, content):
             r"a\.parquet cannot be read from row 3 on",
         ),
         (truncated_parquet, r"a\.parquet cannot be read"),
-        (broken("a.txt", b"the only one"), r"no more than 1 document, .* give more, or data\.document_start"),
+        (broken("a.txt", b"the only one"), r"There is one document, .* give more, or data\.document_start"),
     ],
     ids=[
         "no file",

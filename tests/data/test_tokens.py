@@ -93,8 +93,13 @@ def test_a_foreign_meta_is_refused(corpus, text):
         open_tokens(config_of(corpus))
 
 
+def test_a_file_is_no_folder_of_tokens(corpus):
+    with pytest.raises(UserError, match=r"data\.dir=.*train\.bin is a file: name the folder"):
+        open_tokens(config_of(corpus / "train.bin"))
+
+
 def test_a_split_without_documents_is_refused_and_leaves_nothing(tmp_path):
-    with pytest.raises(UserError, match=r"no more than 1 document, and train\.bin and val\.bin need one each"):
+    with pytest.raises(UserError, match=r"There is one document, and train\.bin and val\.bin need one each"):
         write_all(tmp_path, DOCUMENTS[:1])
     with pytest.raises(UserError, match=r"None of the 2 documents fell into val\.bin: raise data\.val_fraction"):
         write_all(tmp_path, DOCUMENTS[:1] * 2)

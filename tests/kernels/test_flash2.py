@@ -465,6 +465,14 @@ def test_refuses_what_it_cannot_do(change, message):
         flash2(q, k, v)
 
 
+def test_rows_too_far_apart_are_refused():
+    """A tile's offsets would wrap, and other memory be read."""
+    x = torch.zeros(2**24 + 16).as_strided((1, 2, 1, 16), (0, 2**24, 16, 1))
+    with pytest.raises(ValueError, match=r"rows less than 16,777,216 elements apart.*contiguous"):
+        flash2(x, x, x)
+    assert flash2(x.contiguous(), x[:, :1], x[:, :1]).shape == x.shape  # of one row the stride says nothing
+
+
 @pytest.mark.parametrize("window", [140, 2**31 - 1, sys.maxsize])
 def test_a_window_as_long_as_the_keys_is_none(window):
     """Positions would be beyond what the kernels' integers hold, and the kernels without a window are faster."""
