@@ -14,7 +14,8 @@ CHUNKS = 8
 """Parts that the tokens are cut into, so that logits stay few beside what the layers keep of the same tokens."""
 CHUNK = 4096, 16384
 """The least and the most tokens of a part. Each part reads and writes the whole gradient of the head once: by bandwidth
-5 % of its products' time for the least and 1 % for the most, whose logits are 1.5 GiB for GPT-2's vocabulary in 16 bits."""
+5 % of its products' time for the least and 1 % for the most, whose logits are 1.5 GiB for GPT-2's vocabulary in 16
+bits."""
 
 _library = torch.library.Library("cross_entropy", "DEF")
 _library.define(
