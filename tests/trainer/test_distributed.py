@@ -82,7 +82,7 @@ def test_neither_the_number_of_processes_nor_the_way_they_share_the_work_changes
 def test_nor_do_they_on_gpus_joined_by_nccl(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_tokens(tmp_path / "tokens")
-    on_gpus = f"{GLOBAL} device=cuda precision=fp32 attention=flash2"
+    on_gpus = f"{GLOBAL} device=cuda precision=fp32 attention=flash2 train.compile=false"
     train("alone", *on_gpus.split()).ok()
     train_together(2, f"ddp {on_gpus}", f"fsdp {on_gpus} parallel=fsdp")
     for folder in ("ddp", "fsdp"):
