@@ -40,7 +40,7 @@ def measure(cell: dict, gpu: Gpu, config: PaperConfig) -> Iterator[dict]:
         job = ours(shape, trainer, gpu.device, loader, max_steps=steps)
         model, loss_of, losses = job.model, job.model, fast_losses(partial(job.step, cell["batch_size"]), steps)
         if cell["trainer"] == "huggingface":
-            model = plain(job.model, cell["context_length"], gpu.device)
+            model = plain(job.model, "eager", gpu.device)
             loss_of, losses = partial(huggingface_loss, model), plain_losses(model, iter(loader), steps)
         deque(losses, maxlen=0)  # trains
     model.eval()
