@@ -9,6 +9,13 @@ DTYPES = torch.bfloat16, torch.float16, torch.float32
 LONGEST_STRIDE = 2**24  # between rows, of which a tile has at most 128
 
 
+def readable(x: Tensor) -> Tensor:
+    """x, whose rows lie along dimension 1, or a copy that the kernels can address: with unit stride along a row, and
+    rows so near to each other that offsets inside a tile have 32 bits."""
+    fits = x.stride(-1) == 1 and (x.shape[1] == 1 or x.stride(1) < LONGEST_STRIDE)
+    return x if fits else x.contiguous()
+
+
 def check_inputs(
     name: str, q: Tensor, k: Tensor, v: Tensor, scale: float, dropout_p: float, cu_seqlens: Tensor | None
 ) -> None:
@@ -35,11 +42,6 @@ def check_inputs(
         raise ValueError(f"{name} runs on cuda (NVIDIA or ROCm) and cpu, not on {device.type}; use attention=sdpa")
     if dtype not in DTYPES and (dtype, device.type) != (torch.float64, "cpu"):
         raise ValueError(f"{name} takes float32, float16 or bfloat16 on {device.type}, not {dtype}")
-    if any(x.shape[1] > 1 and x.stride(1) >= LONGEST_STRIDE for x in (q, k, v)):
-        raise ValueError(
-            f"{name} takes rows less than {LONGEST_STRIDE:,} elements apart, not {q.stride(1):,}, {k.stride(1):,} and "
-            f"{v.stride(1):,}: offsets inside a tile have 32 bits; call contiguous()"
-        )
     if not 0 < scale < math.inf:
         raise ValueError(
             f"{name} needs a positive, finite scale, not {scale}: it scales the row maximum as it finds it"

@@ -119,6 +119,8 @@ def training_table(results: Path) -> str:
             and (other["trainer"] != "nanogpt" or (other["attention"], other["compiled"]) == ("sdpa", True))
         }
         how = f"{names[row['trainer']]}, {row['attention']}" + ("" if row["compiled"] else ", not compiled")
+        forgotten = row.get("activation_checkpointing", "none")
+        how += "" if forgotten == "none" else f", {forgotten} checkpointing"
         peer, floor = (of_cell.get(name) for name in ("nanogpt", "floor"))
         speed = row["tokens_per_second"]
         lines.append(
@@ -133,22 +135,22 @@ def training_table(results: Path) -> str:
 
 
 def sparsity_table(results: Path) -> str:
-    """How much faster flash2 is with some blocks only, and with a window, from `bench.features --only sparsity`."""
+    """How much faster flash2 is with some of the blocks of a list only, from `bench.features --only sparsity`."""
     file = json.loads((results / "h200" / "sparsity.json").read_text())
     where, speeds = file["environment"], {}
     for row in file["sparsity"]:
-        kept = speeds.setdefault(row["pattern"], {"kept": row["kept"]})
-        kept[row["head_dim"], row["pass"]] = rounded_down(row["speed"])
+        if not row["pattern"].startswith("window"):  # by other kernels than listed blocks
+            cells = speeds.setdefault(row["pattern"], {"kept": row["kept"], "seq_len": row["seq_len"]})
+            cells[row["head_dim"], row["pass"]] = f"{rounded_down(row['speed'])} ({row['ms']:.2f})"
     lines = [
-        "| blocks | kept | times as fast, if in proportion | head 64: forward / both passes | head 128 |",
-        "|---|--:|--:|--:|--:|",
+        "| blocks | kept | 1 / kept | head 64: forward, x (ms) | both passes | head 128: forward | both passes |",
+        "|---|--:|--:|--:|--:|--:|--:|",
     ]
     for pattern, cells in speeds.items():
-        both = (f"{cells[head_dim, 'forward']} / {cells[head_dim, 'both']}" for head_dim in (64, 128))
-        if cells["kept"] < 1:
-            lines.append(f"| {pattern} | {cells['kept']:.1%} | {1 / cells['kept']:.2f} | {' | '.join(both)} |")
+        times = " | ".join(cells[head_dim, pass_] for head_dim in (64, 128) for pass_ in ("forward", "both"))
+        lines.append(f"| {pattern} | {cells['kept']:.1%} | {1 / cells['kept']:.2f} | {times} |")
     measured = f"{where['gpu']} (torch {where['torch']}, Triton {where['triton']}, commit {where['commit'][:12]})"
-    return "\n".join([*lines, "", f"Causal, 16,384 tokens, beside a list of all blocks; one {measured}."])
+    return "\n".join([*lines, "", f"Causal, {cells['seq_len']:,} tokens, beside a list of all blocks; one {measured}."])
 
 
 def paper_table(results: Path, name: str) -> str:

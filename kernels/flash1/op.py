@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kernels import dropout
-from kernels.checks import check_inputs
+from kernels.checks import check_inputs, readable
 from kernels.documents import document_bounds
 from kernels.operators import implement
 
@@ -42,7 +42,7 @@ class _Flash1(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):
-        dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+        dout = readable(dout)
         return *torch.ops.flash1.backward(dout, *ctx.saved_tensors, *ctx.options), *[None] * 5
 
 
@@ -68,5 +68,5 @@ def flash1(
     check_inputs("flash1", q, k, v, scale, dropout_p, cu_seqlens)
     numbers = dropout.draw(q.shape[0], q.shape[2], q.shape[1], k.shape[1], q.device) if dropout_p else None
     documents = None if cu_seqlens is None else document_bounds(cu_seqlens, *q.shape[:2])
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    q, k, v = readable(q), readable(k), readable(v)
     return _Flash1.apply(q, k, v, numbers, documents, causal, scale, float(dropout_p))

@@ -393,8 +393,9 @@ def _consumer(
                 s = _mask(s, next_i, 0, seq_q, seq_k, N, CAUSAL)
             b_p, next_m, next_l, _ = _softmax(s, none, zero, scale_log2)
             p_next = _operand(_drop(b_p, of_queries, of_keys, threshold, DROPOUT), p.dtype, D0)
-            # Keeps the exponentials where they are, as in _walk. Of two slots the next block gets that of this tile's
-            # last V, which is given back only below; so here the block that has come already is waited for.
+            # Keeps the exponentials where they are, as in _walk. Of two slots the next block gets the one with the last
+            # V of a consumer that owns fewer blocks, which gives it back only below: so for two, the block waited for
+            # is one that has come already.
             _await(full, it if STAGES == 2 else it + 1, STAGES)
             out0, out1, p = _wait(0, acc0, acc1, p, D1)
             mbarrier.arrive(empty.index(it % STAGES))
@@ -434,6 +435,7 @@ def forward_kernel(
     heads / groups, D0 + D1); q1, k1 and v1 the D1 columns beyond, or None; numbers is dropout's, or None. Grid: any
     number of programs up to that of the tiles.
     """
+    gl.static_assert(STAGES >= 2)  # a block is waited for before the slot of the one before is given back
     q_slots = _slots(q0, q1, 2 * CONSUMERS, D1)
     k_slots = _slots(k0, k1, STAGES, D1)
     v_slots = _slots(v0, v1, STAGES, D1)

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from kernels import dropout
-from kernels.checks import check_inputs
+from kernels.checks import check_inputs, readable
 from kernels.documents import document_bounds
 from kernels.flash2.blocks import BLOCK, Listed
 from kernels.flash2.options import Options
@@ -68,7 +68,7 @@ class _Flash2(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dout, dlogsumexp=None):
-        dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+        dout = readable(dout)
         dlogsumexp = None if dlogsumexp is None else dlogsumexp.contiguous()
         numbers, documents, blocks, *saved = ctx.saved_tensors
         rest = dlogsumexp, ctx.deterministic, numbers, documents, blocks, *ctx.rest
@@ -120,8 +120,7 @@ def flash2(
         ValueError: shapes, dtypes, devices or options outside the above.
     """
     options = _prepare(q, k, v, causal, scale, dropout_p, numbers, window, cu_seqlens, blocks)
-    if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    q, k, v = readable(q), readable(k), readable(v)
     return _Flash2.apply(return_lse, _is_deterministic(deterministic), options, q, k, v)
 
 
@@ -146,7 +145,7 @@ def flash2_packed(
     if qkv.ndim != 5 or qkv.shape[2] != 3:
         raise ValueError(f"flash2_packed takes qkv (batch, seq, 3, heads, head_dim), not {tuple(qkv.shape)}")
     options = _prepare(*qkv.unbind(2), causal, scale, dropout_p, numbers, window, cu_seqlens, blocks)
-    qkv = qkv if qkv.stride(-1) == 1 else qkv.contiguous()
+    qkv = readable(qkv)
     return _Flash2.apply(return_lse, _is_deterministic(deterministic), options, qkv)
 
 

@@ -30,13 +30,13 @@ def test_speed_is_the_plain_time_over_the_features(monkeypatch):
 
 def test_the_blocks_that_are_left_are_counted(monkeypatch):
     """Of 4 x 4 blocks 10 are under the diagonal; a window of 2 reaches into one more than its own, of 130 into two."""
-    for name, value in {"TOKENS": 512, "SPARSE_LENGTH": 512, "SPARSE_WINDOWS": (130, 129, 2, 1)}.items():
+    for name, value in {"TOKENS": 512, "SPARSE_LENGTH": 512, "SPARSE_WINDOWS": (511, 130, 129, 2, 1)}.items():
         monkeypatch.setattr(features, name, value)
     times = [x for _ in range(80) for x in (9.0, 9.0, 2.0, 8.0)]
     rows = {row["pattern"]: row for row in features.sparsity_rows(Stopwatch(times), rounds=1) if row["pass"] == "both"}
-    assert rows["all blocks"]["kept"] == 1 and rows["butterfly"]["kept"] == 0.9
+    assert rows["all blocks"]["kept"] == rows["no list"]["kept"] == 1 and rows["butterfly"]["kept"] == 0.9
     windows = {name: row["kept"] for name, row in rows.items() if name.startswith("window")}
-    assert windows == {"window 130": 0.9, "window 129": 0.7, "window 2": 0.7, "window 1": 0.4}
+    assert windows == {"window 511": 1, "window 130": 0.9, "window 129": 0.7, "window 2": 0.7, "window 1": 0.4}
     assert all((row["ms"], row["speed"]) == (2, 4) for row in rows.values())
 
 

@@ -1,4 +1,4 @@
-"""Several processes on one machine's CPU, joined by gloo: they train what one process trains."""
+"""Several processes on one machine, joined by gloo on its CPU or NCCL on its GPUs: they train what one trains."""
 
 import os
 import re
