@@ -20,10 +20,18 @@ def refuse(sentence: str) -> NoReturn:
     sys.exit(2)
 
 
+def interrupted() -> NoReturn:
+    """Ends the program after Ctrl-C, with the status that shells give it."""
+    print("interrupted", file=sys.stderr)
+    sys.exit(130)
+
+
 @contextmanager
 def refusing() -> Iterator[None]:
-    """Around what an entry point does: a UserError ends the program as it asks for."""
+    """Around what an entry point does: a UserError ends the program as it asks for, and Ctrl-C without a traceback."""
     try:
         yield
     except UserError as error:
         refuse(str(error))
+    except KeyboardInterrupt:
+        interrupted()

@@ -27,6 +27,7 @@ from bench.attention import output_file, positive, results_folder, write
 from bench.cells import HIDDEN, TOKENS
 from bench.environment import environment
 from bench.timing import Gpu, sampler_of
+from errors import refusing
 from kernels.flash2 import flash2
 from kernels.flash2.blocks import BLOCK, butterfly, listed
 from kernels.standard import standard_attention
@@ -210,6 +211,7 @@ def show(row: dict) -> str:
     return "  ".join(f"{key} {text}" for key, text in zip(row, texts, strict=True))
 
 
+@refusing()
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m bench.features", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from bench.attention import output_file
 from bench.environment import ROOT, environment
+from errors import refusing
 
 VARIANTS = ("naive", "sdpa", "flash2")
 TOLERANCE = 0.02  # nats between the final validation losses
@@ -108,6 +109,7 @@ def show(rows: list[dict]) -> None:
     Console(width=100).print(table)
 
 
+@refusing()
 def main() -> None:
     arguments = parse()
     rows = [summarise(variant, train(variant, arguments)) for variant in arguments.variants.split(",")]

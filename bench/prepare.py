@@ -24,7 +24,7 @@ from data.prepare import prepare
 from data.readers import find_files
 from data.tokenizers import get_tokenizer
 from data.tokens import DTYPE, read_meta
-from errors import UserError
+from errors import UserError, refusing
 
 DOCUMENTS_PER_SHARD = 8_013_769 // 1024  # nanoGPT writes OpenWebText in 1024 shards
 VAL_FRACTION = 0.01
@@ -93,6 +93,7 @@ def measure(source: str, workers: int, rounds: int) -> list[dict]:
     return rows
 
 
+@refusing()
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m bench.prepare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

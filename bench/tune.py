@@ -21,6 +21,7 @@ from bench.accuracy import relative_error
 from bench.attention import output_file
 from bench.cells import HIDDEN, TOKENS
 from bench.timing import Gpu, sampler_of
+from errors import refusing
 from kernels import dropout, launcher
 from kernels.flash2 import definition, launch
 from kernels.flash2.options import Options
@@ -205,6 +206,7 @@ def render(table: dict) -> str:
     return re.sub(r"\[\s+(\[[^{}]+?\])\s+\]", lambda tiles: f"[{' '.join(tiles[1].split())}]", text) + "\n"
 
 
+@refusing()
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.tune", description=__doc__)
     parser.add_argument("--head-dims", default="64,128", help="padded head sizes, powers of two, separated by commas")

@@ -27,7 +27,7 @@ from omegaconf.errors import (
 )
 
 from conf import schema
-from errors import UserError, refuse
+from errors import UserError, interrupted, refuse
 from trainer.distributed import started
 
 PATIENCE_S = 3  # in which torchrun ends the other processes when one has ended
@@ -86,6 +86,8 @@ def launch(
         _refuse(explain(error))
     except UserError as error:
         _refuse(str(error))
+    except KeyboardInterrupt:
+        interrupted()
     except OSError as error:
         if error.errno not in REFUSALS_OF_THE_DISK:
             raise

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.e2e import ROOT, TINY, run, start, train
+from trainer import evaluation
 
 pytest_plugins = ["tests.e2e"]
 
@@ -78,6 +79,15 @@ def test_mistake_is_refused_in_one_sentence(workplace, mistake):
     overrides, words = REFUSALS[mistake]
     before = files_below(workplace)
     assert_refused(train("run", *overrides.split()), words, workplace, before)
+
+
+def test_ctrl_c_ends_what_has_nothing_to_save_without_a_traceback(workplace, trained, monkeypatch):
+    def interrupt(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(evaluation, "score", interrupt)
+    outcome = train("run", "eval_only=true", f"checkpoint={trained}")
+    assert (outcome.code, outcome.err) == (130, "interrupted\n")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a GPU that must not be there")
