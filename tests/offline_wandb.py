@@ -2,6 +2,7 @@
 
 import json
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,12 @@ def read(folder: Path | str) -> SimpleNamespace:
     """
     (path,) = Path(folder).glob("wandb/offline-run-*/run-*.wandb")
     history, step_metrics, run = [], {}, None
-    for record in records(path.read_bytes()):
+    for _ in range(50):  # wandb's own process may still write when the run has finished here
+        found = list(records(path.read_bytes()))
+        if any(record.WhichOneof("record_type") == "exit" for record in found):
+            break
+        time.sleep(0.1)
+    for record in found:
         kind = record.WhichOneof("record_type")
         if kind == "run" and run is None:
             run = record.run
@@ -44,12 +50,14 @@ def records(data: bytes) -> Iterator[Record]:
     """LevelDB's log format: blocks of chunks, each after its checksum, length and kind; a record may span several."""
     assert data.startswith(HEADER)
     position, parts = len(HEADER), b""
-    while position < len(data):
+    while position + 7 <= len(data):
         left = BLOCK - position % BLOCK
         if left < 7:  # too little for a chunk
             position += left
             continue
         _, length, kind = struct.unpack_from("<IHB", data, position)
+        if position + 7 + length > len(data):  # not all there yet
+            return
         parts += data[position + 7 : position + 7 + length]
         position += 7 + length
         if kind in (FULL, LAST):
