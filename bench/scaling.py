@@ -62,8 +62,8 @@ CELLS = {
     scaling.name: scaling
     for scaling in (
         Scaling(Cell("gpt2", 1024, (128,)), "ddp"),
-        Scaling(Cell("gpt3-1.3b", 2048, (8,)), "ddp"),
-        Scaling(Cell("gpt3-1.3b", 2048, (8,)), "fsdp"),
+        Scaling(Cell("gpt3-1.3b", 2048, (16,)), "ddp"),
+        Scaling(Cell("gpt3-1.3b", 2048, (16,)), "fsdp"),
         Scaling(Cell("gpt3-2.7b", 8192, (2,)), "fsdp"),
         Scaling(Cell("gpt3-2.7b", 8192, (2,)), "ddp"),
     )

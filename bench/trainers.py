@@ -1,6 +1,7 @@
 """The trainers of bench.training: ours, nanoGPT's and Hugging Face's GPT-2, each as a step on synthetic tokens.
 
-All get bf16 autocast, fused AdamW and clipping at 1, and every parameter in fp32. Ours runs train.py's own train_step.
+All get bf16 autocast, fused AdamW and clipping at 1, and every parameter in fp32. Ours runs train.py's own train_step,
+the peers torch's own AdamW.
 nanoGPT's model comes from a file that the user names; the loop around it is nanoGPT's train.py's.
 """
 
@@ -169,7 +170,7 @@ def ours(
 def _peer(model: nn.Module, loss_of: Callable, cell: Cell, trainer: Trainer, device: str) -> Job:
     """A peer's model in nanoGPT's loop."""
     settings = OptimizerConfig()
-    optimizer = build_optimizer(model, settings)
+    optimizer = build_optimizer(model, settings, torch.optim.AdamW)
     called = torch.compile(model) if trainer.compiled else model
 
     def step(batch: int) -> None:

@@ -56,19 +56,57 @@ def learning_rate(step: int, config: OptimizerConfig, max_steps: int) -> float:
     return config.min_lr + 0.5 * (1 + math.cos(math.pi * progress)) * (config.lr - config.min_lr)
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """Fused AdamW over all parameters: those of two dimensions (matrices and tables) decay, the others do not."""
+class AdamW(torch.optim.AdamW):
+    """torch's fused AdamW, whose steps on a GPU are launches of kernels.adamw, one for each group of parameters.
+
+    torch's own takes 1.45 times as long for 1.3 billion parameters on an H200: 12.65 ms for 8.70.
+    """
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """As torch.optim.AdamW's. The first step, which makes the moments, is torch's; so is any without a GPU."""
+        every = [p for group in self.param_groups for p in group["params"]]
+        if len(self.state) < len(every) or every[0].device.type != "cuda":
+            super().step()
+            return
+        for group in self.param_groups:
+            self._step_of(group)
+
+    def _step_of(self, group: dict) -> None:
+        from kernels.adamw.triton_kernel import adamw_  # Triton is needed, and installed, only where there is a GPU
+
+        weights, states = group["params"], [self.state[p] for p in group["params"]]
+        state = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step"))
+        tensors = [[_own(x) for x in of_one_kind] for of_one_kind in (weights, [p.grad for p in weights], *state)]
+        zero = tensors[0][0].new_zeros(())
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        numbers = zero + 1 if scale is None else scale, zero if found_inf is None else found_inf
+        beta1, beta2 = group["betas"]
+        settings = {"lr": group["lr"], "eps": group["eps"], "weight_decay": group["weight_decay"]}
+        adamw_(*tensors, *numbers, beta1=beta1, beta2=beta2, **settings)
+
+
+def _own(x: Tensor) -> Tensor:
+    """The part of it that this process holds, where it is split among several."""
+    return x.to_local() if hasattr(x, "to_local") else x  # a DTensor, whose import takes two seconds
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
+    """All parameters: those of two dimensions (matrices and tables) decay, the others do not."""
     decayed = [p for p in model.parameters() if p.ndim >= 2]
     others = [p for p in model.parameters() if p.ndim < 2]
     assert len(decayed) + len(others) == len(list(model.parameters())), "a parameter is in no group"
-    groups = [
-        {"params": decayed, "weight_decay": config.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+    groups = {"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}
+    return [group for group in groups if group["params"]]
 
 
-def optimizer_step(optimizer: torch.optim.AdamW, scaler: torch.amp.GradScaler, lr: float, grad_clip: float) -> Tensor:
+def build_optimizer(model: nn.Module, config: OptimizerConfig, kind: type[torch.optim.AdamW] = AdamW) -> AdamW:
+    """Fused AdamW over all parameters; of another `kind` for those who compare."""
+    groups, betas = parameter_groups(model, config.weight_decay), (config.beta1, config.beta2)
+    return kind(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
+
+
+def optimizer_step(optimizer: AdamW, scaler: torch.amp.GradScaler, lr: float, grad_clip: float) -> Tensor:
     """Clips the gradients, takes one step at `lr`, clears them, and returns their norm before clipping (a scalar).
 
     Gradients that are not finite leave weights and moments as they are; that is decided on the device, without waiting

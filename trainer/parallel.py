@@ -15,6 +15,14 @@ from trainer.checkpoint import State
 from trainer.distributed import World
 from trainer.precision import Compute
 
+BUCKET_MIB = 200
+"""Gradients that travel together, while those of earlier layers are computed: a block of gpt3-1.3b, four of gpt2.
+
+At torch's 25 MiB the compiled model is cut, and the products disturbed, more often than the overlap is worth: on two
+H200, gpt2 1k in steps of 128 sequences ran at 96.1 % of each GPU alone, and 8 layers of gpt3-1.3b at 94.8 %; with 100
+and 200 MiB at 98.2 and 96.1 %.
+"""
+
 
 def shard(model: GPT2, compute: Compute, reshard_after_forward: bool) -> GPT2:
     """The model itself; for fsdp and hsdp each process keeps its part of every weight, and they gather a block's whole
@@ -48,7 +56,8 @@ def _mesh(compute: Compute) -> DeviceMesh:
 
 def data_parallel(model: nn.Module, world: World) -> nn.Module:
     """The model as the loop calls it: where each process holds all of it, its gradient becomes the mean of theirs."""
-    return DistributedDataParallel(model, gradient_as_bucket_view=True) if world.parallel == "ddp" else model
+    options = {"gradient_as_bucket_view": True, "bucket_cap_mb": BUCKET_MIB}
+    return DistributedDataParallel(model, **options) if world.parallel == "ddp" else model
 
 
 def synchronise_gradients(model: nn.Module, wanted: bool) -> None:

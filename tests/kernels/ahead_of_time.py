@@ -18,6 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from kernels.adamw import triton_kernel as adamw
 from kernels.cross_entropy import triton_kernel as cross_entropy
 from kernels.flash1 import launch as flash1_launch
 from kernels.flash1 import triton_kernels as flash1
@@ -196,7 +197,9 @@ def others(dtype: str) -> dict:
     masks = {"M": m_s, "N": n_s, "CAUSAL": True, "DOCUMENTS": True, "DROPOUT": True} | upcast
     rows_of_scores = (data, data, data, "*i32", "*i32", *[size] * 4, fp32[1:], size, fp32[1:]), masks
     backward = (data, data, data, data, fp32, size, size, size), {"M": rows, "N": columns, "KEEP": False} | upcast
+    step = ("*i64", "*i32", fp32, fp32, *[fp32[1:]] * 7), {"CHUNK": adamw.CHUNK, "ALIGNED": True}
     return {
+        "adamw": (adamw.adamw_kernel, *step, adamw.WARPS),
         "cross_entropy": (cross_entropy.cross_entropy_kernel, *loss, cross_entropy.WARPS),
         "softmax": (softmax.softmax_kernel, *rows_of_scores, softmax_warps),
         "softmax gradient": (softmax.softmax_gradient_kernel, *rows_of_scores, softmax_warps),

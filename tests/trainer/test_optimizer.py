@@ -8,7 +8,7 @@ from torch import nn
 from errors import UserError
 from model.attention import AttentionConfig, build_attention
 from model.gpt2 import GPT2, ModelConfig
-from trainer.optimizer import OptimizerConfig, build_optimizer, learning_rate, optimizer_step
+from trainer.optimizer import AdamW, OptimizerConfig, build_optimizer, learning_rate, optimizer_step
 
 UNSCALED = torch.amp.GradScaler("cpu", enabled=False)
 
@@ -158,6 +158,26 @@ def test_a_gradient_that_is_not_finite_leaves_no_trace(model, bad, scaled, grad_
         step(run, gradients_of(model, seed=3))
     assert same(state_of(*runs[0][:2]), state_of(*runs[1][:2]))
     assert not same(list(model.parameters()), before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scaled", [False, True], ids=["without a scaler", "with the scaler of fp16"])
+def test_steps_on_a_gpu_are_those_of_torchs_fused_adamw(model, scaled):
+    """One of them with a gradient that is not finite, and another after the state was saved and loaded."""
+    nets = [model.cuda(), copy.deepcopy(model)]
+    kinds = AdamW, torch.optim.AdamW
+    optimizers = [build_optimizer(net, OptimizerConfig(), kind) for net, kind in zip(nets, kinds, strict=True)]
+    scalers = [torch.amp.GradScaler("cuda", init_scale=1024.0, enabled=scaled) for _ in nets]
+    for seed in range(6):
+        if seed == 4:
+            optimizers[0] = build_optimizer(nets[0], OptimizerConfig())
+            optimizers[0].load_state_dict(copy.deepcopy(optimizers[1].state_dict()))
+        gradients = [gradient.cuda() for gradient in gradients_of(model, seed)]
+        gradients[5].view(-1)[3] = math.inf if seed == 2 else 0.0
+        for net, optimizer, scaler in zip(nets, optimizers, scalers, strict=True):
+            take_step(net, optimizer, gradients, grad_clip=1.0, scaler=scaler)
+    for ours, theirs in zip(*(state_of(*pair) for pair in zip(nets, optimizers, strict=True)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize(
