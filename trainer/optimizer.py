@@ -80,7 +80,8 @@ class AdamW(torch.optim.AdamW):
         tensors = [[_own(x) for x in of_one_kind] for of_one_kind in (weights, [p.grad for p in weights], *state)]
         zero = tensors[0][0].new_zeros(())
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        numbers = zero + 1 if scale is None else scale, zero if found_inf is None else found_inf
+        scale, found_inf = zero + 1 if scale is None else scale, zero if found_inf is None else found_inf
+        numbers = scale.to(zero.device, non_blocking=True), found_inf.to(zero.device, non_blocking=True)
         beta1, beta2 = group["betas"]
         settings = {"lr": group["lr"], "eps": group["eps"], "weight_decay": group["weight_decay"]}
         adamw_(*tensors, *numbers, beta1=beta1, beta2=beta2, **settings)
