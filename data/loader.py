@@ -171,12 +171,13 @@ def validation_batches(
     rank: int = 0,
     ranks: int = 1,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Inputs and targets, int64 (B, T) on `device`, over the same windows every time; the last B may be smaller.
+    """Inputs and targets, int64 (B, T) on `device`, over the same windows every time.
 
     The windows do not overlap, are spread evenly over the file, and are as many as cover `max_tokens`: at least one,
     all of them where the file is shorter. Of `ranks` processes each takes its own part of them, in as many batches as
-    the others: where it runs short, one whose targets are all IGNORED makes up for it. Raises UserError at once where
-    the file is shorter than one window, and while iterating DataError as TrainLoader does.
+    the others. All batches are of one shape, or a compiled model would be compiled anew for the last: where windows run
+    short, some whose targets are IGNORED make up for them. Raises UserError at once where the file is shorter than one
+    window, and while iterating DataError as TrainLoader does.
     """
     _check_length(tokens, context_length, name)
     windows = (len(tokens) - 1) // context_length
@@ -185,9 +186,10 @@ def validation_batches(
     longest, mine = starts[::ranks], starts[rank::ranks]
 
     def load(i: int) -> tuple[Tensor, Tensor]:
-        block = _gather(tokens, mine[i : i + batch_size] or starts[:1], context_length, vocab_size, name)
-        if i >= len(mine):
-            block[1] = IGNORED
+        own = mine[i : i + batch_size]
+        filled = own + starts[:1] * (batch_size - len(own))
+        block = _gather(tokens, filled, context_length, vocab_size, name)
+        block[1, len(own) :] = IGNORED
         return _upload(block, torch.device(device))
 
     return map(load, range(0, len(longest), batch_size))

@@ -15,7 +15,7 @@ from bench.quality import fast_losses, plain, plain_losses
 from bench.timing import Gpu
 from bench.trainers import DTYPE, VOCABULARY, Cell, Trainer, ours
 from data.config import DataConfig
-from data.loader import TrainLoader, validation_batches
+from data.loader import IGNORED, TrainLoader, validation_batches
 from data.tokens import open_tokens
 
 SEED = 1
@@ -59,6 +59,7 @@ def mean_loss(loss_of: Callable[[Tensor, Tensor], Tensor], batches: Iterator[tup
     total, count = 0.0, 0
     for inputs, targets in batches:
         with torch.autocast(inputs.device.type, DTYPE):
-            total += loss_of(inputs, targets).item() * targets.numel()
-        count += targets.numel()
+            counted = (targets != IGNORED).sum().item()
+            total += loss_of(inputs, targets).item() * counted
+        count += counted
     return total / count
