@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from bench.attention import output_file, positive, results_folder, write
 from bench.environment import environment
-from bench.trainers import DTYPE, Cell, Trainer, ours
+from bench.trainers import DTYPE, VOCABULARY, Cell, Trainer, ours
 from bench.training import sizes
 from data.config import DataConfig
 from data.loader import TrainLoader
@@ -125,7 +125,7 @@ def curves(
 ) -> Iterator[tuple[str, list[float]]]:
     """The runs of one seed: who trained, and the loss of each step."""
     device, steps = arguments.device, arguments.steps
-    shape = {"batch_size": arguments.batch, "context_length": arguments.context_length, "vocab_size": 50257}
+    shape = {"batch_size": arguments.batch, "context_length": arguments.context_length, "vocab_size": VOCABULARY}
 
     def loader() -> TrainLoader:
         return TrainLoader(tokens, seed=seed, device=torch.device(device), name="train.bin", **shape)

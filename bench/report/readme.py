@@ -131,6 +131,9 @@ def training_table(results: Path) -> str:
         commits.setdefault(row["commit"][:12], {})[f"{row['model']} {row['context_length']:,}"] = None
     measured = "; ".join(f"{', '.join(cells)} at commit {commit}" for commit, cells in commits.items())
     lines += ["", f"One {where['gpu']} (torch {where['torch']}, Triton {where['triton']}): {measured}."]
+    early = dict.fromkeys(f"{row['model']} {row['context_length']:,}" for row in best if "peak_of" not in row)
+    if early:
+        lines[-1] += f" Memory is the second step's, but that of the first step tried in {', '.join(early)}."
     return "\n".join(lines)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -68,6 +69,17 @@ def test_the_search_ends_where_the_speed_falls(cell):
     assert [row["first_step_s"] for row in rows] == [9, 8, 7]
     assert [row["best"] for row in rows] == [False, True, False]
     assert best.row is rows[1] and best.steps == steps.MOST_STEPS and job.log[-1] == "park"
+
+
+def test_memory_is_that_of_a_step_with_the_moments_that_the_first_one_leaves(cell):
+    class Growing(Stopwatch):
+        def peak(self, call):
+            call()
+            return 2**30 * len(job.log)
+
+    job = Job()
+    rows, _ = steps.search(replace(cell, batches=(1,)), EAGER["ours"], lambda: job, Growing())
+    assert (rows[0]["peak_gib"], rows[0]["peak_of"]) == (2, "second step")
 
 
 def test_the_search_ends_where_memory_is_out(cell):
