@@ -255,7 +255,7 @@ def evaluate(
     model.eval()
     batches = validation_batches(
         tokens.val,
-        batch_size=config.train.batch_size,
+        batch_size=config.train.share(compute.world.size)[0],
         context_length=shape.context_length,
         max_tokens=config.train.eval_tokens,
         device=compute.device,

@@ -6,16 +6,20 @@ import random
 import re
 import signal
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from subprocess import Popen
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
 
+import train as train_module
 from conf.schema import Config, TrainConfig
 from data import loader, tokenizers
+from data.config import DataConfig
 from errors import UserError
 from model.attention import AttentionConfig, build_attention
 from model.gpt2 import GPT2, ModelConfig
@@ -241,6 +245,25 @@ def test_timing_leaves_out_evaluation_and_checkpoints(workplace, monkeypatch):
     train("run", "train.max_steps=8", "train.log_interval=4", "train.eval_interval=3", "checkpoint.interval=6").ok()
     assert skipped_s == 5000
     assert all(row["perf/step_ms"] < 100_000 for row in rows("run") if "perf/step_ms" in row)
+
+
+@pytest.mark.parametrize("processes", [1, 2, 8])
+def test_validation_has_the_shape_of_a_micro_step(monkeypatch, processes):
+    """What fits in training fits there, and torch.compile meets no other batch."""
+    shape = ModelConfig(n_layer=1, n_head=2, n_embd=32, context_length=4, vocab_size=65)
+    config = Config(data=DataConfig("tokens", dir="", tokenizer="byte"), train=TrainConfig(batch_size=8))
+    asked = []
+
+    def batches(tokens, *, batch_size, **options):
+        asked.append(batch_size)
+        return [torch.zeros(2, batch_size, 4, dtype=torch.int64)]
+
+    monkeypatch.setattr(train_module, "validation_batches", batches)
+    world = SimpleNamespace(size=processes, rank=0, sum=lambda x: x)
+    compute = SimpleNamespace(world=world, device=torch.device("cpu"), autocast=nullcontext)
+    model = GPT2(shape, build_attention(config.attention))
+    metrics = train_module.evaluate(model, shape, config, compute, SimpleNamespace(val=None, dir=Path()))
+    assert asked == [8 // processes] and math.isfinite(metrics["val/loss"])
 
 
 def test_saved_configuration_is_the_one_that_ran(workplace, trained):

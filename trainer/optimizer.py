@@ -63,10 +63,9 @@ class AdamW(torch.optim.AdamW):
     """
 
     @torch.no_grad()
-    def step(self) -> None:
-        """As torch.optim.AdamW's. The first step, which makes the moments, is torch's; so is any without a GPU."""
-        every = [p for group in self.param_groups for p in group["params"]]
-        if len(self.state) < len(every) or every[0].device.type != "cuda":
+    def step(self, closure: None = None) -> None:
+        """As torch.optim.AdamW's, which it is where there is no GPU."""
+        if self.param_groups[0]["params"][0].device.type != "cuda":
             super().step()
             return
         for group in self.param_groups:
@@ -75,8 +74,14 @@ class AdamW(torch.optim.AdamW):
     def _step_of(self, group: dict) -> None:
         from kernels.adamw.triton_kernel import adamw_  # Triton is needed, and installed, only where there is a GPU
 
-        weights, states = group["params"], [self.state[p] for p in group["params"]]
-        state = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step"))
+        weights = [p for p in group["params"] if p.grad is not None]
+        if not weights:
+            return
+        for p in weights:
+            if p not in self.state:
+                step = torch.zeros((), device=p.device)
+                self.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        state = ([self.state[p][key] for p in weights] for key in ("exp_avg", "exp_avg_sq", "step"))
         tensors = [[_own(x) for x in of_one_kind] for of_one_kind in (weights, [p.grad for p in weights], *state)]
         zero = tensors[0][0].new_zeros(())
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from errors import UserError
+from kernels.adamw import triton_kernel
 from model.attention import AttentionConfig, build_attention
 from model.gpt2 import GPT2, ModelConfig
 from trainer.optimizer import AdamW, OptimizerConfig, build_optimizer, learning_rate, optimizer_step
@@ -167,8 +168,10 @@ def test_a_gradient_that_is_not_finite_leaves_no_trace(model, bad, scaled, grad_
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("scaled", [False, True], ids=["without a scaler", "with the scaler of fp16"])
-def test_steps_on_a_gpu_are_those_of_torchs_fused_adamw(model, scaled):
+def test_steps_on_a_gpu_are_those_of_torchs_fused_adamw(model, scaled, monkeypatch):
     """One of them with a gradient that is not finite, and another after the state was saved and loaded."""
+    launches, adamw_ = [], triton_kernel.adamw_
+    monkeypatch.setattr(triton_kernel, "adamw_", lambda *args, **config: launches.append(adamw_(*args, **config)))
     nets = [model.cuda(), copy.deepcopy(model)]
     kinds = AdamW, torch.optim.AdamW
     optimizers = [build_optimizer(net, OptimizerConfig(), kind) for net, kind in zip(nets, kinds, strict=True)]
@@ -181,6 +184,7 @@ def test_steps_on_a_gpu_are_those_of_torchs_fused_adamw(model, scaled):
         gradients[5].view(-1)[3] = math.inf if seed == 2 else 0.0
         for net, optimizer, scaler in zip(nets, optimizers, scalers, strict=True):
             take_step(net, optimizer, gradients, grad_clip=1.0, scaler=scaler)
+    assert len(launches) == 2 * 6  # a group each
     for ours, theirs in zip(*(state_of(*pair) for pair in zip(nets, optimizers, strict=True)), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
 
@@ -201,13 +205,12 @@ def test_the_kernel_steps_weights_that_are_split(model, mesh):
         fully_shard(net, mesh=mesh)
     optimizers = [build_optimizer(net, OptimizerConfig(), kind) for net, kind in zip(nets, kinds, strict=True)]
     tokens = torch.randint(65, (2, 8), device=DEVICE)
-    for step in range(3):
+    optimizers[0].step = torch.no_grad()(lambda: [*map(optimizers[0]._step_of, optimizers[0].param_groups)])
+    for _ in range(3):
         for net in nets:
             net(tokens, tokens).backward()
         for ours, theirs in zip(*(net.parameters() for net in nets), strict=True):
             theirs.grad.copy_(ours.grad)  # keys' biases have none but what rounding leaves, which AdamW makes large
-        if step:  # the first one makes the moments
-            optimizers[0].step = torch.no_grad()(lambda: [*map(optimizers[0]._step_of, optimizers[0].param_groups)])
         norms = [optimizer_step(optimizer, UNSCALED, 0.01, 0.1) for optimizer in optimizers]
         torch.testing.assert_close(*norms)
     for ours, theirs in zip(*(state_of(*pair) for pair in zip(nets, optimizers, strict=True)), strict=True):

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from bench import trainers
 from bench.paper import (
@@ -25,6 +26,7 @@ from bench.paper import (
 from bench.paper.config import PaperConfig
 from bench.rows import empty_row
 from bench.timing import Cpu
+from data.loader import IGNORED
 from kernels.flash2.tiles import Tile, Tiles
 from model.gpt2 import ModelConfig
 from tests.bench.stopwatch import TINY
@@ -269,3 +271,12 @@ def test_perplexities_of_our_attentions_and_of_hugging_face_are_of_the_same_mode
     assert cell["tokens"] == tokens.name
     assert found["huggingface", 8] == pytest.approx(found["ours", 8], rel=1e-3)
     assert abs(found["ours", 8] / found["ours", 1] - 1) > 1e-2
+
+
+def test_a_mean_loss_is_over_the_targets_that_count():
+    """A whole batch of loss 1, and one of loss 3 of whose two rows the second makes up for windows that ran short."""
+    whole, padded = torch.ones(2, 4, dtype=torch.int64), torch.ones(2, 4, dtype=torch.int64)
+    padded[1] = IGNORED
+    losses = iter(torch.tensor([1.0, 3.0]))
+    found = learning.mean_loss(lambda inputs, targets: next(losses), iter([(whole, whole), (whole, padded)]))
+    assert found == pytest.approx((8 * 1 + 4 * 3) / 12)
