@@ -1,5 +1,6 @@
 """On what, and with which versions, something was measured."""
 
+import json
 import os
 import platform
 import subprocess
@@ -27,6 +28,20 @@ def environment() -> dict:
         "commit": os.environ.get("GIT_COMMIT") or _output(["git", "-C", str(ROOT), "rev-parse", "HEAD"]),
         "date": date.today().isoformat(),
     }
+
+
+def read_results(path: Path) -> dict:
+    """What a results file holds: its environment, its rows, and what else its benchmark wrote.
+
+    Raises:
+        UserError: there is none, or it is cut, or no benchmark wrote it.
+    """
+    try:
+        results = json.loads(path.read_text())
+        assert {"gpu", "torch", "triton", "commit"} <= set(results["environment"])
+    except (OSError, ValueError, TypeError, KeyError, AssertionError) as error:
+        raise UserError(f"{path} is no results file of bench; put it back as it was, or measure it anew") from error
+    return results
 
 
 def check_same(then: dict, now: dict, file: Path, remedy: str, any_commit: bool = False) -> None:

@@ -5,7 +5,10 @@ import re
 import shutil
 from pathlib import Path
 
-from bench.report.readme import README, RESULTS, fill, parity_picture, stale_pictures
+import pytest
+
+from bench.report.readme import README, RESULTS, fill, parity_picture, stale_files
+from errors import UserError
 
 ROOT = Path(__file__).parents[1]
 
@@ -22,18 +25,33 @@ def test_a_changed_result_changes_the_table(tmp_path):
     assert "123,456" in fill(README.read_text(), tmp_path)
 
 
-def test_pictures_are_those_of_the_results(tmp_path):
-    text = README.read_text()
-    assert text.count("![") == 5 and stale_pictures(text) == [], "run python -m bench.report --readme"
-    folder = tmp_path / "bench" / "results" / "h200"
+def test_pictures_and_pages_are_those_of_the_results(tmp_path):
+    assert README.read_text().count("![") == 5 and stale_files() == [], "run python -m bench.report --readme"
+    folder = tmp_path / "h200"
     shutil.copytree(RESULTS / "h200", folder)
     (folder / "paper-scaling.svg").write_text("<svg/>")
     file = json.loads((folder / "parity.json").read_text())
     file["rows"][0]["step_ms"] += 1
     (folder / "parity.json").write_text(json.dumps(file))
-    assert stale_pictures(text, tmp_path) == [f"bench/results/h200/{name}.svg" for name in ("parity", "paper-scaling")]
-    parity_picture(tmp_path / "bench" / "results", folder / "parity.svg")
-    assert stale_pictures(text, tmp_path) == ["bench/results/h200/paper-scaling.svg"]
+    assert stale_files(tmp_path) == ["paper-scaling.svg", "parity.svg"]
+    parity_picture(tmp_path, folder / "parity.svg")
+    file = json.loads((folder / "paper-gpt2.json").read_text())
+    file["rows"][-1]["perplexity"] = 123456.0
+    (folder / "paper-gpt2.json").write_text(json.dumps(file))
+    assert stale_files(tmp_path) == ["paper-gpt2.png", "paper-gpt2.svg", "paper-scaling.svg", "paper-gpt2.md"]
+
+
+@pytest.mark.parametrize("content", ["", '{"rows": [', "[]", '{"environment": {}, "rows": []}'])
+def test_results_that_are_cut_or_none_are_refused_by_name(tmp_path, content):
+    shutil.copytree(RESULTS / "h200", tmp_path / "h200")
+    (tmp_path / "h200" / "parity.json").write_text(content)
+    with pytest.raises(UserError, match=r"parity\.json is no results file of bench"):
+        fill(README.read_text(), tmp_path)
+
+
+def test_a_readme_without_a_mark_is_refused():
+    with pytest.raises(UserError, match="lacks the marks <!-- training -->"):
+        fill(README.read_text().replace("<!-- training -->", ""))
 
 
 def test_ci_runs_the_readmes_test_command():

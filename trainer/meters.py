@@ -5,10 +5,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
 GIB = 2**30
+RESET_PEAK = Path("/proc/self/clear_refs")  # to which 5 is written: man 5 proc
 
 
 class ThroughputMeter:
@@ -55,6 +57,8 @@ class ThroughputMeter:
         """Opens a window, throwing away one that is open, and counts peak memory from here on."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
+        elif RESET_PEAK.exists():  # on Linux; elsewhere it is of the process since it began, of all jobs of a sweep
+            RESET_PEAK.write_text("5")
         self._open(self._synchronised_time())
 
     def step(self, data_wait_s: float) -> None:
@@ -82,7 +86,7 @@ class ThroughputMeter:
 
         perf/tokens_per_second, perf/step_ms, perf/tflops, perf/tflops_causal, perf/mfu (a fraction, only with a known
         peak), perf/data_wait_fraction, and the peak of memory: memory/peak_allocated_gib and memory/peak_reserved_gib
-        since `start` on CUDA, memory/peak_rss_gib since the process began elsewhere.
+        on CUDA, memory/peak_rss_gib elsewhere, since `start`; but on other systems than Linux since the process began.
         """
         assert not self._paused, "read() inside excluded() would cut the window in the middle of what it leaves out"
         now = self._synchronised_time()

@@ -19,7 +19,8 @@ class PaperConfig:
     gpu: str | None = None
     """Folder under bench/results; null makes it of the device's name. A smoke run writes to outputs/paper-smoke."""
     resume: bool = True
-    """Cells that the results hold are not measured again; false measures all anew."""
+    """Cells that the results hold are not measured again; false sets those results aside, as *.json.old, and measures
+    all anew."""
     timeout_s: int = 600
     """Seconds that a cell may take."""
     tokens: str | None = None

@@ -32,15 +32,15 @@ PAPER = {
 
 
 def cells(config: PaperConfig) -> list[dict]:
-    """Speeds of both models; with tokens, the perplexities of the first too."""
+    """Speeds of both models; with tokens, their perplexities too."""
     context, models = SIZES[config.size]
     trainers = [("huggingface", "naive"), *(("ours", name) for name in NAMES if name != "huggingface")]
-    of_models = [
-        [training.cell_of(*trainer, model, context, batch, config) for trainer in trainers]
+    speeds = [
+        training.cell_of(*trainer, model, context, batch, config)
         for model, batch in models.items()
+        for trainer in trainers
     ]
-    runs = [learning.cell_of(cell, config) for cell in of_models[0]] if config.tokens else []
-    return [*(cell for of_model in of_models for cell in of_model), *runs]
+    return speeds + ([learning.cell_of(cell, config) for cell in speeds] if config.tokens else [])
 
 
 def measure(cell: dict, gpu: Gpu, config: PaperConfig) -> Iterator[dict]:
@@ -88,12 +88,19 @@ def notes(rows: list[dict], perplexities: list[dict]) -> str:
         "tokens, on 8 such devices, each as fast as the one that was measured: perfect scaling is assumed. TFLOP/s "
         "count 6 N + 12 L d T a token. The paper's columns are of 8 A100 and OpenWebText. "
     )
+    if any(row["measured"] == "speed" and row["status"] == "ok" and "peak_of" not in row for row in rows):
+        text += "GiB are those of the first step, which has no moments of AdamW's yet, 8 bytes a parameter. "
     if not perplexities:
         return text + "Perplexities were not measured: they need tokens=FOLDER."
-    run = perplexities[0]
+    run, runs = perplexities[0], []
+    for model in dict.fromkeys(row["model"] for row in perplexities):
+        of_model = [row for row in perplexities if row["model"] == model]
+        found = [row["perplexity"] for row in of_model if row["status"] == "ok"]
+        apart = f", of which the highest is {at_most(max(found) / min(found))} times the lowest" if found else ""
+        runs.append(f"{of_model[0]['batch_size']} x {run['context_length']} tokens ({model}{apart})")
     return (
         f"{text}Perplexity is that of the validation tokens of `{run['tokens']}` after {run['steps']} steps of "
-        f"{run['batch_size']} x {run['context_length']} tokens, all from the same weights."
+        f"{', '.join(runs)}, all of a model from the same weights."
     )
 
 

@@ -18,7 +18,7 @@ from rich.table import Column
 
 from bench.attention import results_folder, write
 from bench.charts import save
-from bench.environment import ROOT, check_same, environment
+from bench.environment import ROOT, check_same, environment, read_results
 from bench.paper import blocks, gpt2, gpt2_context, gpt3, io, kernels, memory, scaling
 from bench.paper.config import PaperConfig
 from errors import UserError
@@ -41,11 +41,13 @@ def run(config: PaperConfig) -> None:
     """Measures what is missing of the tables that `config` asks for, and writes and draws them all.
 
     Raises:
-        UserError: an unknown table, no GPU to measure, or results that were measured elsewhere.
-        SystemExit: after Ctrl-C, with status 130.
+        UserError: an unknown table, no GPU to measure, or results that were measured elsewhere or cannot be read.
+        SystemExit: after Ctrl-C, with status 130; at the end, with status 1, if cells failed.
     """
     names = chosen_tables(config)
     folder = destination(config)
+    if not config.resume:
+        set_aside([folder / f"paper-{name}.json" for name in names])
     results = {name: begin(folder / f"paper-{name}.json", config) for name in names}
     pending = {name: missing(TABLES[name].cells(config), results[name]["rows"]) for name in names}
     times = MofNCompleteColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -67,6 +69,15 @@ def run(config: PaperConfig) -> None:
                 progress.advance(task)
             publish(name, results[name], folder)
             say(f"{name}: written to {folder / f'paper-{name}'}.*")
+    if failed := sum(row["status"] == "failed" for name in names for row in results[name]["rows"]):
+        print(f"{failed} of the rows failed; without resume=false the same command tries them again", file=sys.stderr)
+        sys.exit(1)
+
+
+def set_aside(files: list[Path]) -> None:
+    """All of them at once, so that what is measured anew is resumed, if it is interrupted, as any other."""
+    for file in filter(Path.is_file, files):
+        file.replace(file.with_name(f"{file.name}.old"))
 
 
 @contextmanager
@@ -75,7 +86,8 @@ def stopping(folder: Path) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        print(f"interrupted; the cells done are in {folder}, and the same command goes on from there", file=sys.stderr)
+        where = f"the cells done are in {folder}, and without resume=false the same command goes on from there"
+        print(f"interrupted; {where}", file=sys.stderr)
         sys.exit(130)
 
 
@@ -99,12 +111,12 @@ def begin(path: Path, config: PaperConfig) -> dict:
     """The results that a file holds, or new ones.
 
     Raises:
-        UserError: they were measured on another machine, with other versions or at another commit.
+        UserError: they cannot be read, or were measured on another machine, with other versions or at another commit.
     """
     here = environment()
-    if not (config.resume and path.is_file()):
+    if not path.is_file():
         return {"environment": here, "size": config.size, "rows": []}
-    results = json.loads(path.read_text())
+    results = read_results(path)
     check_same(results["environment"], here, path, "resume=false measures all anew")
     return results
 

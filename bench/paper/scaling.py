@@ -90,17 +90,18 @@ def fixed_text(rows: list[dict], axis: str) -> str:
 
 def pictures(rows: list[dict], where: str) -> dict[str, Figure]:
     """Milliseconds against each axis, both logarithmic; forward as lines, backward dashed."""
-    figure = Figure(figsize=(12, 3.8), layout="constrained")
+    figure = Figure(figsize=(12, 4.8), layout="constrained")
     for axes, (axis, name) in zip(figure.subplots(1, len(AXES)), AXES.items(), strict=True):
         label_lengths(axes, [row for row in rows if row["grows"] == axis], axis)
         axes.set_yscale("log")
         for variant in VARIANTS:
             for pass_, line in (("forward", "o-"), ("backward", "o--")):
                 if points := curve(rows, axis, variant, pass_):
-                    look = {"color": LOOKS[variant][1], "markersize": 4, "label": f"{variant} {pass_}"}
+                    exponent = f", slope {slope(points):.2f}" if len(points) > 1 else ""
+                    look = {"color": LOOKS[variant][1], "markersize": 4, "label": f"{variant} {pass_}{exponent}"}
                     axes.plot(list(points), list(points.values()), line, **look)
         axes.set(xlabel=name, ylabel="ms")
         axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
+        axes.legend(frameon=False, fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.16))
     figure.suptitle(where)
     return {"": figure}

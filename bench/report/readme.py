@@ -1,8 +1,6 @@
 """Tables and pictures of the README, made from bench/results: python -m bench.report --readme [--check]."""
 
-import json
 import math
-import re
 from functools import partial
 from pathlib import Path
 
@@ -10,7 +8,7 @@ import matplotlib
 import matplotlib.pyplot as plt
 
 from bench import charts
-from bench.environment import ROOT
+from bench.environment import ROOT, read_results
 from errors import UserError
 
 matplotlib.use("svg")  # draws without a screen
@@ -27,7 +25,7 @@ def rounded_down(ratio: float) -> str:
 
 def parity_table(results: Path) -> str:
     """The attention variants side by side, from one run of bench.parity."""
-    file = json.loads((results / "h200" / "parity.json").read_text())
+    file = read_results(results / "h200" / "parity.json")
     rows, where = {row["variant"]: row for row in file["rows"]}, file["environment"]
     naive = rows["naive"]["tokens_per_second"]
     steps = rows["naive"]["steps"]
@@ -50,7 +48,7 @@ def parity_table(results: Path) -> str:
 
 def parity_picture(results: Path, picture: Path) -> None:
     """Loss curves, which should coincide, over tokens and over time, which should not."""
-    rows = json.loads((results / "h200" / "parity.json").read_text())["rows"]
+    rows = read_results(results / "h200" / "parity.json")["rows"]
     figure, (by_tokens, by_time) = plt.subplots(1, 2, figsize=(9, 3.2), sharey=True, layout="constrained")
     for row in rows:
         steps, losses = zip(*row["loss_curve"], strict=True)
@@ -68,7 +66,8 @@ def parity_picture(results: Path, picture: Path) -> None:
 
 def attention_table(results: Path) -> str:
     """TFLOP/s of forward / backward for the causal cells of one run of bench.attention."""
-    rows = json.loads((results / "h200" / "attention.json").read_text())["rows"]
+    file = read_results(results / "h200" / "attention.json")
+    rows, where = file["rows"], file["environment"]
     columns = {"flash2": "flash2", "sdpa_flash": "FlashAttention-2", "sdpa_cudnn": "cuDNN", "fa3": "FlashAttention-3"}
     speeds: dict[tuple, dict] = {}
     for row in rows:
@@ -82,12 +81,13 @@ def attention_table(results: Path) -> str:
     for (head_dim, seq_len, batch, heads), cells in sorted(speeds.items()):
         both = (f"{cells.get((v, 'forward'), '-')} / {cells.get((v, 'backward'), '-')}" for v in columns)
         lines.append(f"| {head_dim} | {seq_len:,} | {batch} x {heads} | {' | '.join(both)} |")
-    return "\n".join(lines)
+    versions = f"torch {where['torch']}, Triton {where['triton']}, commit {where['commit'][:12]}"
+    return "\n".join([*lines, "", f"One {where['gpu']} ({versions})."])
 
 
 def documents_table(results: Path) -> str:
     """Speed of training with documents apart beside without, from one run of bench.parity."""
-    rows = json.loads((results / "h200" / "document_mask.json").read_text())["rows"]
+    rows = read_results(results / "h200" / "document_mask.json")["rows"]
     by_variant = {row["variant"]: row for row in rows}
     lines = [
         "| attention | tokens/s | with `data.document_mask=true` | validation loss of those |",
@@ -103,7 +103,7 @@ def documents_table(results: Path) -> str:
 def training_table(results: Path) -> str:
     """Each trainer at its best micro-batch, beside nanoGPT's in the same run and the floor, from bench.training."""
     names = {"ours": "ours", "nanogpt": "nanoGPT", "huggingface": "Hugging Face"}
-    file = json.loads((results / "h200" / "training.json").read_text())
+    file = read_results(results / "h200" / "training.json")
     rows, where, commits = file["rows"], file["environment"], {}
     lines = [
         "| model, context | trainer, attention | micro-batch | tokens/s | x nanoGPT | of the floor | peak memory |",
@@ -139,7 +139,7 @@ def training_table(results: Path) -> str:
 
 def sparsity_table(results: Path) -> str:
     """How much faster flash2 is with some of the blocks only, from `bench.features --only sparsity`."""
-    file = json.loads((results / "h200" / "sparsity.json").read_text())
+    file = read_results(results / "h200" / "sparsity.json")
     where, speeds = file["environment"], {}
     for row in file["sparsity"]:
         cells = speeds.setdefault(row["pattern"], {"kept": row["kept"], "seq_len": row["seq_len"]})
@@ -174,7 +174,8 @@ def fill(text: str, results: Path = RESULTS) -> str:
         start, end = f"<!-- {name} -->\n", f"\n<!-- /{name} -->"
         before, _, rest = text.partition(start)
         _, mark, after = rest.partition(end.lstrip())
-        assert mark, f"README.md lacks the marks of {name}"
+        if not mark:
+            raise UserError(f"README.md lacks the marks <!-- {name} --> and <!-- /{name} -->; put them back")
         text = before + start + make(results) + end + after
     return text
 
@@ -185,32 +186,39 @@ def draw(results: Path = RESULTS) -> None:
 
     folder = results / "h200"
     parity_picture(results, folder / "parity.svg")
-    attention = json.loads((folder / "attention.json").read_text())
+    attention = read_results(folder / "attention.json")
     charts.draw(attention["rows"], folder / "attention.json", attention["environment"])
     for name in TABLES:
-        publish(name, json.loads((folder / f"paper-{name}.json").read_text()), folder)
+        publish(name, read_results(folder / f"paper-{name}.json"), folder)
 
 
-def stale_pictures(text: str, root: Path = ROOT) -> list[str]:
-    """The pictures in the README that are not drawn of the rows that the results file beside them has."""
-    stale = []
-    for picture in map(Path, re.findall(r"!\[[^]]*\]\(([^)]+)\)", text)):
-        files = [file for file in (root / picture.parent).glob("*.json") if picture.stem.startswith(file.stem)]
+def stale_files(results: Path = RESULTS) -> list[str]:
+    """The pictures and pages that are not of the rows that the results file beside them has."""
+    from bench.paper.runner import TABLES, page  # takes seconds
+
+    folder, stale = results / "h200", []
+    for picture in sorted([*folder.glob("*.svg"), *folder.glob("*.png")]):
+        files = [file for file in folder.glob("*.json") if picture.stem.startswith(file.stem)]
         source = max(files, key=lambda file: len(file.stem))
-        if charts.digest(json.loads(source.read_text())["rows"]) not in (root / picture).read_text():
-            stale.append(str(picture))
-    return stale
+        if charts.digest(read_results(source)["rows"]).encode() not in picture.read_bytes():
+            stale.append(picture.name)
+    pages = {name: folder / f"paper-{name}.json" for name in TABLES}
+    return stale + [
+        f"{file.stem}.md"
+        for name, file in pages.items()
+        if page(name, read_results(file)) != file.with_suffix(".md").read_text()
+    ]
 
 
 def rewrite(check: bool) -> None:
     """Brings the README and the pictures up to date with bench/results; only looks, if it is a `check`.
 
     Raises:
-        UserError: the README checked, or a picture in it, differs from bench/results.
+        UserError: the README, a picture or a page differs from bench/results, if checked; or these cannot be read.
     """
     old = README.read_text()
     if not check:
         draw()
         README.write_text(fill(old))
-    elif stale := [*(["README.md"] if fill(old) != old else []), *stale_pictures(old)]:
+    elif stale := [*(["README.md"] if fill(old) != old else []), *stale_files()]:
         raise UserError(f"bench/results has other figures than {', '.join(stale)}; run python -m bench.report --readme")

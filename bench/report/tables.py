@@ -130,7 +130,7 @@ def read_results(place: str) -> list[Table]:
 
 def read_file(path: Path, name: str) -> list[Table]:
     if path.with_suffix(".md").is_file():
-        return [read_page(path.with_suffix(".md"))]
+        return read_page(path.with_suffix(".md"))
     try:
         content = json.loads(path.read_text())
         parts = {key: value for key, value in content.items() if isinstance(value, list)}
@@ -141,20 +141,30 @@ def read_file(path: Path, name: str) -> list[Table]:
         raise UserError(f"{path} is no results file of bench; move it away, or name another folder") from error
 
 
-def read_page(path: Path) -> Table:
-    """The table of a Markdown page under its headline, with the other paragraphs as its note.
+def read_page(path: Path) -> list[Table]:
+    """The tables of a Markdown page, all under its headline. Paragraphs are the notes of the table that follows, and
+    those after the last are its.
 
     Raises:
         UserError: it holds none.
     """
-    title, *parts = path.read_text().strip().split("\n\n")
-    text = "\n\n".join(part.replace("`", "") for part in parts)
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    if len(lines) < 2:
+    title, *parts = path.read_text().replace("`", "").strip().split("\n\n")
+    tables, notes = [], []
+    for part in parts:
+        lines = part.splitlines()
+        if len(lines) < 2 or not all(line.startswith("|") for line in lines):
+            notes.append(" ".join(lines))
+            continue
+        header, _, *rows = ([word.strip() for word in line.strip("|").split("|")] for line in lines)
+        cells = [[printed(word) for word in row] for row in rows]
+        tables.append(Table(title.lstrip("# "), " ".join(notes), header, cells))
+        notes = []
+    if not tables:
         raise UserError(f"{path} holds no table; let python -m bench.paper write it anew, or move it away")
-    header, _, *rows = ([word.strip() for word in line.strip("|").split("|")] for line in lines)
-    note = " ".join(line for line in text.splitlines() if line and not line.startswith("|"))
-    return Table(title.lstrip("# "), note, header, [[printed(word) for word in row] for row in rows])
+    tables[-1] = tables[-1]._replace(note=" ".join([tables[-1].note, *notes]).strip())
+    if len(tables) > 1:  # what their first columns hold tells them apart
+        tables = [table._replace(title=f"{table.title}: {table.columns[0]}") for table in tables]
+    return tables
 
 
 def printed(text: str) -> Cell:

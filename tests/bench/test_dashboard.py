@@ -203,6 +203,12 @@ def test_a_group_that_wandbs_filters_would_garble_is_refused(sign, capsys):
     assert f"argument --group: lr{sign}1 holds one of" in capsys.readouterr().err
 
 
+def test_a_file_that_cannot_be_written_is_refused_by_name(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"--out .*file/a\.json cannot be written \(Not a directory|File exists"):
+        dashboard.run(dashboard.parse(["--out", str(tmp_path / "file" / "a.json"), "--entity", "me"]))
+
+
 def test_a_folder_is_no_file_to_write(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         dashboard.parse(["--out", str(tmp_path)])

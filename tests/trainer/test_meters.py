@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from trainer.meters import ThroughputMeter
+from trainer.meters import RESET_PEAK, ThroughputMeter
 
 
 class Clock:
@@ -49,6 +49,20 @@ def test_figures_by_hand(clock):
             "perf/data_wait_fraction": 0.25,
         }
     )
+
+
+@pytest.mark.skipif(not RESET_PEAK.exists(), reason="needs Linux")
+def test_peak_memory_of_a_process_is_counted_from_the_start_on(clock):
+    """What an earlier job of a sweep held is not this one's."""
+    meter = meter_for(clock)
+    held = torch.ones(2**26)  # a quarter of a GiB
+    meter.start()
+    run_steps(meter, clock, steps=1, seconds=0.5)
+    before = meter.read()["memory/peak_rss_gib"]
+    del held
+    meter.start()
+    run_steps(meter, clock, steps=1, seconds=0.5)
+    assert meter.read()["memory/peak_rss_gib"] < before - 0.2
 
 
 def test_compilation_evaluation_and_saving_are_no_part_of_a_window(clock):

@@ -3,6 +3,7 @@
 import io
 import json
 import subprocess
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -54,7 +55,13 @@ def test_results_are_written_after_every_cell_and_nothing_is_measured_twice(meas
     assert measured.letters == ["a", "b", "c"]
     runner.run(PaperConfig(table="letters", size="smoke", resume=False))
     assert measured.letters == ["a", "b", "c"] * 2
-    names = {"paper-letters.json", "paper-letters.md", "paper-letters-picture.png", "paper-letters-picture.svg"}
+    names = {
+        "paper-letters.json",
+        "paper-letters.json.old",
+        "paper-letters.md",
+        "paper-letters-picture.png",
+        "paper-letters-picture.svg",
+    }
     assert {path.name for path in RESULTS.parent.iterdir()} == names
     assert "# Letters\n\n6 rows" in RESULTS.with_suffix(".md").read_text()
 
@@ -87,7 +94,9 @@ def test_a_narrow_terminal_shows_how_far_it_is(measured, monkeypatch):
 
 def test_what_failed_is_tried_again_in_its_place_and_what_did_not_fit_is_not(measured):
     measured.outcomes |= {"a": {"status": "oom"}, "b": {"status": "failed", "message": "a wire was loose"}}
-    runner.run(SMOKE)
+    with pytest.raises(SystemExit) as ended:
+        runner.run(SMOKE)
+    assert ended.value.code == 1
     assert "- letter b, lengths [1, 2], n 2: a wire was loose" in RESULTS.with_suffix(".md").read_text()
     measured.outcomes.pop("b")
     runner.run(SMOKE)
@@ -109,6 +118,36 @@ def test_results_of_another_commit_are_refused_and_kept(measured, monkeypatch):
     ):
         runner.run(SMOKE)
     assert RESULTS.read_text() == before and len(measured.letters) == 3
+
+
+def test_what_is_measured_anew_is_resumed_like_anything_else(measured, monkeypatch):
+    """And what was there before is set aside."""
+    monkeypatch.setenv("GIT_COMMIT", "first")
+    runner.run(SMOKE)
+    before, whole = RESULTS.read_text(), runner.measure
+
+    def interrupted(table, cell, config):
+        if cell["letter"] == "b":
+            raise KeyboardInterrupt
+        return whole(table, cell, config)
+
+    monkeypatch.setenv("GIT_COMMIT", "second")
+    monkeypatch.setattr(runner, "measure", interrupted)
+    with pytest.raises(SystemExit):
+        runner.run(replace(SMOKE, resume=False))
+    assert RESULTS.with_name(f"{RESULTS.name}.old").read_text() == before
+    monkeypatch.setattr(runner, "measure", whole)
+    runner.run(SMOKE)
+    assert measured.letters == ["a", "b", "c", "a", "b", "c"]
+
+
+@pytest.mark.parametrize("content", ["", '{"rows": [', "[]", '{"environment": {}, "rows": []}'])
+def test_results_that_cannot_be_read_are_refused_and_kept(measured, content):
+    RESULTS.parent.mkdir(parents=True, exist_ok=True)
+    RESULTS.write_text(content)
+    with pytest.raises(UserError, match=r"paper-letters\.json is no results file of bench"):
+        runner.run(SMOKE)
+    assert RESULTS.read_text() == content
 
 
 def test_a_process_that_dies_leaves_what_it_had_measured_and_a_failed_row(monkeypatch):

@@ -59,6 +59,10 @@ def test_our_own_results_become_tables():
     assert paper.columns[:3] == ["model", "context", "naive"] and len(paper.rows) == 4
     assert [row[2].order is None for row in paper.rows] == [row[2].text == "OOM" for row in paper.rows]
     assert paper.note.startswith("TFLOP/s of one device") and "Measured on NVIDIA H200" in paper.note
+    of_scaling = [table for title, table in tables.items() if title.startswith("Scaling with length")]
+    assert [table.columns[0] for table in of_scaling] == ["sequence length", "heads", "batch"]
+    assert all(row[0].order is not None or row[0].text == "slope" for table in of_scaling for row in table.rows)
+    assert [table.note.startswith(f"Against {table.columns[0]}") for table in of_scaling] == [True] * 3
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"rows": []}', '{"environment": {}, "rows": [1]}'])
