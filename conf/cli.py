@@ -191,13 +191,13 @@ def explain(error: Exception) -> str:
     if isinstance(cause, MissingMandatoryValue):
         return f"{_full_key(cause)} has no value; give it as {_full_key(cause)}=..."
     if isinstance(cause, ValidationError):
-        return f"{_full_key(cause)}: {_first_line(cause)}; python train.py --cfg job shows the values it can take"
+        return f"{_full_key(cause)}: {_first_line(cause)}; --cfg job shows the values it can take"
     if isinstance(cause, (ConfigKeyError, ConfigAttributeError)):
         parent = cause.parent_node
         return _no_setting(_full_key(cause), [str(name) for name in parent] if isinstance(parent, DictConfig) else [])
     if isinstance(error, OverrideParseException):
         return f"{error.override}: {_first_line(error)}; settings are written key=value, lists 'key=[a,b]'"
-    return f"{_first_line(error)}; python train.py --help shows how settings are written"
+    return f"{_first_line(error)}; --help shows how settings are written"
 
 
 def _unknown_choice(error: MissingConfigException) -> str:
