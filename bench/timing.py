@@ -15,6 +15,7 @@
 import gc
 import itertools
 import math
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -151,16 +152,21 @@ class Series:
     samples: list[float] = field(default_factory=list)
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether the GPU's memory was out, by torch's account or by that of Triton, CUDA or cuBLAS."""
+    others = isinstance(error, RuntimeError) and re.search(r"out of memory|ALLOC_FAILED", str(error), re.IGNORECASE)
+    return isinstance(error, torch.OutOfMemoryError) or bool(others)
+
+
 @contextmanager
 def recorded(rows: Iterable[dict], gpu: Gpu) -> Iterator[None]:
     """What is raised inside becomes the status of `rows`: one kernel's failure must not end the others' run."""
     try:
         yield
         return
-    except torch.OutOfMemoryError:
-        outcome = {"status": "oom"}
     except Exception as error:
-        outcome = {"status": "failed", "message": (str(error).strip() or type(error).__name__).splitlines()[0]}
+        message = (str(error).strip() or type(error).__name__).splitlines()[0]
+        outcome = {"status": "oom"} if is_out_of_memory(error) else {"status": "failed", "message": message}
     for row in rows:
         row.update(outcome)
     gpu.release()

@@ -78,7 +78,7 @@ def find(place: str) -> list[Path]:
     folders = []
     for path in sorted(map(Path, named), key=natural):
         below = [path / "metrics.jsonl"] if (path / "metrics.jsonl").is_file() else path.rglob("metrics.jsonl")
-        folders += sorted((file.parent.resolve() for file in below), key=natural)
+        folders += sorted((file.parent.resolve() for file in below if file.is_file()), key=natural)
     if not named:
         raise UserError(f"runs={place} does not exist; give folders that python train.py wrote, such as runs=outputs")
     if not folders:
@@ -97,7 +97,9 @@ def read_settings(path: Path) -> dict[str, str]:
         return {}
     try:
         config = OmegaConf.to_container(OmegaConf.load(path))
-    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
+        if not isinstance(config, dict):
+            raise ValueError("it holds no settings")
+    except (YAMLError, OmegaConfBaseException, ValueError, OSError) as error:
         raise UserError(f"{path} is no configuration that train.py wrote; mend it or move it away") from error
     return dict(flat(config, ""))
 

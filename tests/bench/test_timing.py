@@ -43,9 +43,18 @@ def test_a_slow_variant_sits_out_rounds_but_keeps_six_samples():
     ] == [(20, 1), (5, 1), (1, 1), (1, 3), (1, 3)]
 
 
-def test_out_of_memory_is_a_row_and_the_others_go_on():
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+    ids=["torch", "Triton", "cuBLAS"],
+)
+def test_out_of_memory_is_a_row_and_the_others_go_on(error):
     def greedy(*args, **kwargs):
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise error
 
     rows = measure({"naive": greedy, "flash2": flash2})
     for pass_ in PASSES:

@@ -66,9 +66,10 @@ def test_a_line_in_the_midst_that_is_no_row_is_refused(write_run, line):
         read_runs([str(folder)])
 
 
-def test_a_broken_configuration_is_refused_and_a_missing_one_unknown(write_run):
+@pytest.mark.parametrize("content", ["train: [", "- 1"])
+def test_a_broken_configuration_is_refused_and_a_missing_one_unknown(write_run, content):
     folder = write_run("a", {1: LOSS})
-    (folder / "config.yaml").write_text("train: [")
+    (folder / "config.yaml").write_text(content)
     with pytest.raises(UserError, match=r"config\.yaml is no configuration"):
         read_runs([str(folder)])
     (folder / "config.yaml").unlink()
