@@ -59,10 +59,15 @@ def measure(cell: Cell, variants: dict[str, Attention], gpu: Gpu, rounds: int) -
 
 
 def output_file(text: str) -> Path:
-    """A file to write, for argparse: a folder is refused before anything is measured."""
-    if Path(text).is_dir():
+    """A file to write, for argparse: what cannot be written is refused before anything is measured."""
+    path = Path(text)
+    if path.is_dir():
         raise argparse.ArgumentTypeError(f"{text} is a folder; name a file in it")
-    return Path(text)
+    there = next(parent for parent in path.absolute().parents if parent.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK)):
+        reason = "Permission denied" if there.is_dir() else "Not a directory"
+        raise argparse.ArgumentTypeError(f"{text} cannot be written ({reason}: {there}); name another file")
+    return path
 
 
 def positive(text: str) -> int:

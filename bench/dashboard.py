@@ -168,10 +168,6 @@ def run(arguments: argparse.Namespace) -> None:
     entity = arguments.entity or ("" if problem else default_entity())
     # The report first: it creates a project that is not there yet.
     pages = [make(entity, arguments.project, arguments.group) for make in (report, workspace)]
-    try:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out {arguments.out} cannot be written ({error.strerror}); name another file") from error
     write(arguments.out, {type(page).__name__.lower(): definition(page) for page in pages})
     print(f"{arguments.out} holds the definition of a report and a workspace for project {arguments.project}")
     if problem:

@@ -25,7 +25,7 @@ from rich.table import Table
 from bench import floor
 from bench.attention import output_file, positive, results_folder, write
 from bench.breakdown import breakdown
-from bench.environment import ROOT, check_same, environment
+from bench.environment import ROOT, check_same, environment, read_results
 from bench.steps import Contender, alternate, search
 from bench.timing import Gpu
 from bench.trainers import Cell, Job, Trainer, huggingface, load_nanogpt, nanogpt, ours
@@ -152,12 +152,12 @@ def begin(out: Path | None, add: bool, cells: list[Cell]) -> dict:
     rows of one cell are ever compared.
 
     Raises:
-        UserError: they were measured on another machine or with other versions.
+        UserError: they were measured on another machine or with other versions, or cannot be read.
     """
     here = environment()
     if not (add and out and out.is_file()):
         return {"environment": here, "rows": []}
-    results = json.loads(out.read_text())
+    results = read_results(out)
     check_same(results["environment"], here, out, "without --add all is measured anew", any_commit=True)
     results["environment"] = here
     again = {(cell.model, cell.context_length) for cell in cells}

@@ -66,15 +66,20 @@ def test_results_are_written_after_every_cell_and_nothing_is_measured_twice(meas
     assert "# Letters\n\n6 rows" in RESULTS.with_suffix(".md").read_text()
 
 
-def test_an_interrupted_run_goes_on_where_it_was(measured, monkeypatch, capsys):
-    whole = runner.measure
+def interrupted_at_b(measure):
+    """Ctrl-C is pressed when the second letter's turn has come."""
 
     def interrupted(table, cell, config):
         if cell["letter"] == "b":
             raise KeyboardInterrupt
-        return whole(table, cell, config)
+        return measure(table, cell, config)
 
-    monkeypatch.setattr(runner, "measure", interrupted)
+    return interrupted
+
+
+def test_an_interrupted_run_goes_on_where_it_was(measured, monkeypatch, capsys):
+    whole = runner.measure
+    monkeypatch.setattr(runner, "measure", interrupted_at_b(whole))
     with pytest.raises(SystemExit) as ended:
         runner.run(SMOKE)
     assert ended.value.code == 130 and "the same command goes on from there" in capsys.readouterr().err
@@ -125,14 +130,8 @@ def test_what_is_measured_anew_is_resumed_like_anything_else(measured, monkeypat
     monkeypatch.setenv("GIT_COMMIT", "first")
     runner.run(SMOKE)
     before, whole = RESULTS.read_text(), runner.measure
-
-    def interrupted(table, cell, config):
-        if cell["letter"] == "b":
-            raise KeyboardInterrupt
-        return whole(table, cell, config)
-
     monkeypatch.setenv("GIT_COMMIT", "second")
-    monkeypatch.setattr(runner, "measure", interrupted)
+    monkeypatch.setattr(runner, "measure", interrupted_at_b(whole))
     with pytest.raises(SystemExit):
         runner.run(replace(SMOKE, resume=False))
     assert RESULTS.with_name(f"{RESULTS.name}.old").read_text() == before
