@@ -10,6 +10,7 @@ a variant is wrong, and gets no timing; fused_softmax, which rounds scores, prob
 B batch, T sequence length, H query heads, G key/value heads, D head size.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -69,9 +70,17 @@ def in_chunks(attend: Attention, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, 
     return [out, dq, dk, dv]
 
 
-def math_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
-    """torch's math attention with the causal mask aligned at the bottom right: the yardstick of errors."""
-    mask = visible(q.shape[1], k.shape[1], q.device) if causal else None
+def math_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, seen: Tensor | None = None
+) -> Tensor:
+    """torch's math attention with the causal mask aligned at the bottom right: the yardstick of errors.
+
+    `seen`, boolean, takes the place of that mask: of all queries and keys of a sequence, the last of which q and k are.
+    """
+    seq_q, seq_k = q.shape[1], k.shape[1]
+    mask = visible(seq_q, seq_k, q.device) if causal else None
+    if seen is not None:
+        mask = seen[seq_k - seq_q : seq_k, :seq_k].to(q.device)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     with sdpa_kernel(SDPBackend.MATH):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True).transpose(1, 2)
@@ -83,15 +92,20 @@ def relative_error(x: Tensor, exact: Tensor) -> float:
     return ((x.double() - exact).norm() / exact.norm().clamp(min=tiny)).item()
 
 
-def truth_of(cell: Cell, data: Data) -> Truth:
-    """The reference of a cell, and how far off math attention is."""
+def truth_of(cell: Cell, data: Data, seen: Tensor | None = None) -> Truth:
+    """The reference of a cell, and how far off math attention is.
+
+    `seen`, (T, T) boolean, is which keys each query of a causal cell sees, where it does not see all before it.
+    """
     all_pairs = cell.batch * cell.kv_heads
     count = min(all_pairs, max(2, 2 * TOKENS // cell.seq_len))
     chosen = torch.linspace(0, all_pairs - 1, count, dtype=torch.float64, device=data.q.device).long()
     pairs = chosen // cell.kv_heads, chosen % cell.kv_heads
     inputs = [pick(x, cell.kv_heads, pairs) for x in data[:4]]
-    exact = in_chunks(standard_attention, *(x.double() for x in inputs), causal=cell.causal)
-    theirs = in_chunks(math_attention, *inputs, causal=cell.causal)
+    yardstick = partial(math_attention, seen=seen)
+    reference = standard_attention if seen is None else yardstick
+    exact = in_chunks(reference, *(x.double() for x in inputs), causal=cell.causal)
+    theirs = in_chunks(yardstick, *inputs, causal=cell.causal)
     return Truth(pairs, exact, [relative_error(*both) for both in zip(theirs, exact, strict=True)])
 
 

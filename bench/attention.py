@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from bench import charts
 from bench.accuracy import check, truth_of
@@ -30,13 +31,15 @@ from errors import UserError, refusing
 from model.attention import Attention
 
 
-def measure(cell: Cell, variants: dict[str, Attention], gpu: Gpu, rounds: int) -> list[dict]:
-    """The rows of one cell: every variant, every pass."""
+def measure(
+    cell: Cell, variants: dict[str, Attention], gpu: Gpu, rounds: int, seen: Tensor | None = None
+) -> list[dict]:
+    """The rows of one cell: every variant, every pass; `seen` is what variants that leave keys out show: truth_of."""
     rows = {variant: {pass_: empty_row(cell, variant, pass_) for pass_ in PASSES} for variant in variants}
     contenders = []
     with recorded([row for of_variant in rows.values() for row in of_variant.values()], gpu):
         data = draw(cell, gpu.device)
-        truth = truth_of(cell, data)
+        truth = truth_of(cell, data, seen)
         for variant, attend in variants.items():
             with recorded(rows[variant].values(), gpu):
                 contender = bind(variant, attend, cell, data)

@@ -5,28 +5,34 @@ theorem 5). The second count is of the code here: every load and store of its ke
 by read, as if no cache were between. Caches are: what many programs read at about the same time comes from HBM once, so
 that the counters may say less. Without a mask, and without dropout.
 
-Everything is of one head: n tokens, d its size; 2 bytes an element, 4 a statistic or what is kept in fp32.
+Everything is of one head: n tokens, d its size; 2 bytes an element, 4 a statistic or what is kept in fp32. Of the n^2
+pairs block_sparse and local compute only some: a `share` of them by tiles, those that have a pair that is seen.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+from functools import cache, partial
 from math import ceil
 
 import torch
 from matplotlib.figure import Figure
+from torch import Tensor
 
 from bench.attention import measure as measure_attention
 from bench.cells import Cell
 from bench.paper.config import PaperConfig
 from bench.paper.counters import NotMeasured, hbm_bytes
 from bench.paper.text import table
-from bench.paper.variants import attend
+from bench.paper.variants import attend, settings
 from bench.timing import Gpu
 from kernels.flash1.launch import tiles_for as flash1_tiles
-from kernels.flash2.tiles import length_bucket, specialised_for, tiles_for
+from kernels.flash2.blocks import BLOCK
+from kernels.flash2.tiles import Tiles, length_bucket, specialised_for, tiles_for
+from model.attention import read_pattern
 
 TITLE = "Bytes to and from HBM"
-VARIANTS = "naive", "fused_softmax", "flash1", "sdpa_flash", "flash2"
+DENSE = "naive", "fused_softmax", "flash1", "sdpa_flash", "flash2"
+SPARSE = "block_sparse", "local"  # under a causal mask, without which a window is not defined
 PASSES = "forward", "backward"
 HEAD_DIM = 64
 # FlashAttention's figure 2 has the first: GPT-2 medium's heads at a batch of 64.
@@ -48,16 +54,17 @@ def standard(n: int, d: int) -> Bytes:
     return {"forward": 2 * forward, "backward": 2 * backward}
 
 
-def flash(n: int, d: int, m: int) -> Bytes:
+def flash(n: int, d: int, m: int, share: float = 1.0) -> Bytes:
     """FlashAttention's algorithms 1 and 4 with an on-chip memory of m bytes: B_c = ceil(M / 4d), M in elements.
 
     For each of T_c = ceil(n / B_c) tiles of keys, all of Q, O, l and m are read, and O, l and m written; K and V are
     read once. Backward, for each all of Q, O, dO, dQ, l and m are read, and dQ written; dK and dV are written once.
+    Where only a share of the blocks is not zero, so much of what is of a tile of keys: proposition 4.
     """
     key_tiles = ceil(n / ceil(m / 2 / (4 * d)))
-    forward = 2 * n * d + key_tiles * (3 * n * d + 4 * n)
-    backward = 4 * n * d + key_tiles * (5 * n * d + 2 * n)
-    return {"forward": 2 * forward, "backward": 2 * backward}
+    forward = 2 * n * d + share * key_tiles * (3 * n * d + 4 * n)
+    backward = 4 * n * d + share * key_tiles * (5 * n * d + 2 * n)
+    return {"forward": round(2 * forward), "backward": round(2 * backward)}
 
 
 def naive_moves(n: int, d: int) -> Bytes:
@@ -99,18 +106,49 @@ def flash2_moves(n: int, d: int, arch: str) -> Bytes:
     and V for dQ. The kernel of Hopper adds dQ up in fp32 instead: zeroed, for each key tile read and written, and
     at last read and rounded.
     """
-    kind = d, torch.bfloat16, False, length_bucket(n)
-    tiles, row, stats = tiles_for(arch, *kind), 2 * n * d, 4 * n
+    row, stats = 2 * n * d, 4 * n
+    plain = plain_moves(n, d, tiles_for(arch, d, torch.bfloat16, False, length_bucket(n)), lambda m, n: 1.0)
     fused = specialised_for("backward", d, False, length_bucket(n)) if arch == "sm_90" else None
-    forward = ceil(n / tiles.forward.m) * 2 * row + 2 * row + stats
-    if fused:
-        key_tiles = ceil(n / fused.n)
-        prepare = 2 * row + stats + 2 * stats + 2 * row  # O, dO, logsumexp; both statistics and zeros in fp32
-        backward = prepare + 4 * row + key_tiles * (2 * row + 2 * stats + 4 * row) + 3 * row
-        return {"forward": forward, "backward": backward}
-    key_gradient = ceil(n / tiles.key_gradient.n) * (2 * row + 2 * stats) + 4 * row
-    query_gradient = ceil(n / tiles.query_gradient.m) * 2 * row + 3 * row + 2 * stats
-    return {"forward": forward, "backward": 2 * row + stats + key_gradient + query_gradient}
+    if not fused:
+        return plain
+    prepare = 2 * row + stats + 2 * stats + 2 * row  # O, dO, logsumexp; both statistics and zeros in fp32
+    backward = prepare + 4 * row + ceil(n / fused.n) * (2 * row + 2 * stats + 4 * row) + 3 * row
+    return plain | {"backward": backward}
+
+
+def plain_moves(n: int, d: int, tiles: Tiles, share: Callable[[int, int], float]) -> Bytes:
+    """flash2's plain kernels where of the tiles of so many queries by so many keys a share is computed."""
+    row, stats = 2 * n * d, 4 * n
+    of_forward, of_keys, of_queries = (share(tile.m, tile.n) for tile in tiles)
+    forward = of_forward * ceil(n / tiles.forward.m) * 2 * row + 2 * row + stats
+    key_gradient = of_keys * ceil(n / tiles.key_gradient.n) * (2 * row + 2 * stats) + 4 * row
+    query_gradient = of_queries * ceil(n / tiles.query_gradient.m) * 2 * row + 3 * row + 2 * stats
+    backward = 2 * row + stats + key_gradient + query_gradient
+    return {"forward": round(forward), "backward": round(backward)}
+
+
+@cache
+def seen_by(variant: str, n: int) -> Tensor:
+    """(n, n) boolean: the keys that each query of block_sparse or local sees, as conf/attention has them."""
+    config, i = settings(variant), torch.arange(n)
+    if variant == "block_sparse":
+        return read_pattern(config.pattern, n)[i[:, None] // BLOCK, i // BLOCK] & (i[:, None] >= i)
+    return (i[:, None] >= i) & (i[:, None] - i < config.window)
+
+
+def share_of(variant: str, n: int, tile_m: int, tile_n: int) -> float:
+    """How many of the tiles block_sparse or local computes; the former by its blocks, whatever the tiles are."""
+    m, k = (BLOCK, BLOCK) if variant == "block_sparse" else (tile_m, tile_n)
+    tiles = torch.zeros(ceil(n / m), ceil(n / k))
+    queries, keys = seen_by(variant, n).nonzero(as_tuple=True)
+    tiles[queries // m, keys // k] = 1
+    return tiles.mean().item()
+
+
+def sparse_moves(variant: str, n: int, d: int, arch: str) -> Bytes:
+    """block_sparse and local, which the plain kernels compute everywhere."""
+    tiles = tiles_for(arch, d, torch.bfloat16, True, length_bucket(n))
+    return plain_moves(n, d, tiles, partial(share_of, variant, n))
 
 
 def moves(variant: str, n: int, d: int, arch: str) -> Bytes | None:
@@ -120,6 +158,7 @@ def moves(variant: str, n: int, d: int, arch: str) -> Bytes | None:
         "fused_softmax": lambda: standard(n, d),
         "flash1": lambda: flash1_moves(n, d, *flash1_keys(d)),
         "flash2": lambda: flash2_moves(n, d, arch),
+        **{name: partial(sparse_moves, name, n, d, arch) for name in SPARSE},
     }
     return counts[variant]() if variant in counts else None
 
@@ -131,24 +170,37 @@ def cells(config: PaperConfig) -> list[dict]:
 
 def measure(cell: dict, gpu: Gpu, config: PaperConfig) -> Iterator[dict]:
     """A row for each attention and pass: time, in turn and after a check against fp64, and the counts of bytes."""
-    on_gpu, n, rows = gpu.device == "cuda", cell["seq_len"], cell["batch"] * cell["heads"]
+    shape = Cell("io", **cell, head_dim=HEAD_DIM, causal=False)
+    yield from measure_together(shape, DENSE, gpu, config)
+    for variant in SPARSE:
+        seen = seen_by(variant, cell["seq_len"])
+        yield from measure_together(replace(shape, causal=True), [variant], gpu, config, seen)
+
+
+def measure_together(
+    shape: Cell, variants: Sequence[str], gpu: Gpu, config: PaperConfig, seen: Tensor | None = None
+) -> Iterator[dict]:
+    """The rows of some attentions that see the same keys."""
+    on_gpu, n, rows = gpu.device == "cuda", shape.seq_len, shape.batch * shape.heads
     arch = "sm_{}{}".format(*torch.cuda.get_device_capability()) if on_gpu else "sm_90"
     m = torch.cuda.get_device_properties().shared_memory_per_multiprocessor if on_gpu else TYPICAL_M
-    shape = Cell("io", **cell, head_dim=HEAD_DIM, causal=False)
-    counted_by_gpu = counters(shape, config)
-    for row in measure_attention(shape, {name: attend(name, config) for name in VARIANTS}, gpu, ROUNDS[config.size]):
+    counted_by_gpu = counters(shape, variants, config)
+    attentions = {name: attend(name, config) for name in variants}
+    for row in measure_attention(shape, attentions, gpu, ROUNDS[config.size], seen):
         variant, pass_ = row["variant"], row["pass"]
         if pass_ in PASSES:
-            paper = standard(n, HEAD_DIM) if variant in ("naive", "fused_softmax") else flash(n, HEAD_DIM, m)
+            share = share_of(variant, n, BLOCK, BLOCK) if variant in SPARSE else 1.0
+            paper = standard(n, HEAD_DIM) if variant in ("naive", "fused_softmax") else flash(n, HEAD_DIM, m, share)
             counted = moves(variant, n, HEAD_DIM, arch)
             counts = {"paper_bytes": rows * paper[pass_], "counted_bytes": rows * counted[pass_] if counted else None}
-            yield row | counts | {"sram_bytes": m} | counted_by_gpu(variant, pass_)
+            row["tflops"] = None if variant in SPARSE else row["tflops"]  # it counts all pairs
+            yield row | counts | {"share": share, "sram_bytes": m} | counted_by_gpu(variant, pass_)
 
 
-def counters(shape: Cell, config: PaperConfig) -> Callable[[str, str], dict]:
+def counters(shape: Cell, variants: Sequence[str], config: PaperConfig) -> Callable[[str, str], dict]:
     """What the counters say of an attention and a pass, or why they say nothing."""
     try:
-        measured, reason = hbm_bytes(asdict(shape), VARIANTS, PASSES, config.timeout_s // 2), None
+        measured, reason = hbm_bytes(asdict(shape), variants, PASSES, config.timeout_s // 2), None
     except NotMeasured as error:
         measured, reason = {}, str(error)
 
@@ -183,11 +235,19 @@ def markdown(rows: list[dict]) -> str:
     unmeasured = f" (not measured: {reasons})" if reasons else ""
     m = next((f"M = {row['sram_bytes'] / 1024:.0f} KiB" for row in timed), "")
     return (
-        f"{table(header, lines, left=2)}\n\nGB are 10^9 bytes; heads of {HEAD_DIM} in bf16, no mask. The paper's "
-        f"formulas are those of standard attention and of FlashAttention with {m} of shared memory; loads and stores "
-        "are those of the kernels at their tiles, as if no cache were between; read and written is what the counters "
-        f"of HBM say, caches included{unmeasured}. bench/paper/io.py derives them."
+        f"{table(header, lines, left=2)}\n\nGB are 10^9 bytes; heads of {HEAD_DIM} in bf16, no mask{sparse(timed)}. "
+        f"The paper's formulas are those of standard attention and of FlashAttention with {m} of shared memory; loads "
+        "and stores are those of the kernels at their tiles, as if no cache were between; read and written is what the "
+        f"counters of HBM say, caches included{unmeasured}. bench/paper/io.py derives them."
     )
+
+
+def sparse(rows: list[dict]) -> str:
+    """What those see that leave pairs out."""
+    shares = {(row["variant"], row["seq_len"]): row["share"] for row in rows if row["variant"] in SPARSE}
+    texts = [f"{share:.1%} in `{name}` at {n:,}" for (name, n), share in shares.items()]
+    blocks = f"of whose blocks of {BLOCK} x {BLOCK} are left {', '.join(texts)}"
+    return f" but for {' and '.join(f'`{name}`' for name in SPARSE)}, which are causal and {blocks}" if texts else ""
 
 
 def gigabytes(count: int | None) -> str:

@@ -31,7 +31,12 @@ def attend(variant: str, config: PaperConfig) -> Attention:
         return theirs[variant]
     if variant not in VARIANTS:
         raise UserError(f"there is no attention {variant}; there are {', '.join({**theirs, **VARIANTS})}")
-    return build_attention(AttentionConfig(**OmegaConf.load(ROOT / "conf" / "attention" / f"{variant}.yaml")))
+    return build_attention(settings(variant))
+
+
+def settings(variant: str) -> AttentionConfig:
+    """Those that conf/attention has for it."""
+    return AttentionConfig(**OmegaConf.load(ROOT / "conf" / "attention" / f"{variant}.yaml"))
 
 
 def check_variant(variant: str, cell: Cell, gpu: Gpu, config: PaperConfig) -> None:

@@ -114,4 +114,4 @@ def adamw_(
     with torch.cuda.device_of(found_inf):
         arguments = on_device, chunks, grad_scale, found_inf, *numbers, CHUNK, aligned
         adamw_kernel[(len(chunks),)](*arguments, num_warps=WARPS)
-    torch._foreach_add_(steps, 1 - found_inf)
+    torch._foreach_add_(steps, [1 - found_inf] * len(steps))  # of a single number the host would wait for its value

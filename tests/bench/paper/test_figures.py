@@ -28,6 +28,7 @@ from bench.rows import empty_row
 from bench.timing import Cpu
 from data.loader import IGNORED
 from kernels.flash2.tiles import Tile, Tiles
+from model.attention import AttentionConfig
 from model.gpt2 import ModelConfig
 from tests.bench.stopwatch import TINY
 
@@ -168,6 +169,24 @@ def test_flash2_on_hopper_adds_up_dq_for_each_tile_of_keys(monkeypatch):
     assert io.flash2_moves(8, 2, "sm_90")["backward"] == before + 128 + 2 * (64 + 64 + 128) + 96
 
 
+def test_what_is_left_out_is_not_moved(monkeypatch):
+    """n = 8, d = 2, as above. A window of 2 touches, in tiles of 4 x 4, the two on the diagonal and the one below it,
+    3 of 4; in tiles of 2 x 4, 5 of 8; of 2 x 8, all 4. The paper's count takes as much of what is of a tile of keys."""
+    monkeypatch.setattr(io, "settings", lambda name: AttentionConfig(name, window=2))
+    monkeypatch.setattr(io, "tiles_for", lambda *kind: Tiles(Tile(4, 4, 4, 1), Tile(2, 4, 4, 1), Tile(2, 8, 4, 1)))
+    io.seen_by.cache_clear()
+    forward = 3 / 4 * 2 * 64 + 64 + 32
+    backward = (64 + 32) + (5 / 8 * 2 * 128 + 128) + (4 * 64 + 160)
+    assert io.sparse_moves("local", 8, 2, "sm_90") == {"forward": forward, "backward": backward}
+    assert io.flash(8, 2, 64, 3 / 4) == {"forward": 2 * (32 + 2 * 60), "backward": 2 * (64 + 2 * 72)}
+    io.seen_by.cache_clear()
+
+
+def test_a_butterfly_keeps_blocks_whatever_the_tiles_are():
+    """Of four blocks of queries these of keys: 0; 0 and 1; 0 and 2; all, 0 since the first is everybody's: 9 of 16."""
+    assert io.share_of("block_sparse", 512, 64, 32) == 9 / 16
+
+
 NCU = """==PROF== Connected to process 7 (/usr/bin/python3)
 ==PROF== Profiling "forward_kernel": 0%....100% - 1 pass
 what the process prints
@@ -214,7 +233,7 @@ def test_counters_that_cannot_be_read_say_why(output, status, reason, monkeypatc
 
 def test_without_ncu_the_table_says_so(monkeypatch):
     monkeypatch.setattr(counters.shutil, "which", lambda name: None)
-    found = io.counters(TINY, FULL)("flash2", "forward")
+    found = io.counters(TINY, ["flash2"], FULL)("flash2", "forward")
     assert found == {"read_bytes": None, "written_bytes": None, "not_measured": "ncu not found"}
     row = {"paper_bytes": 2_000_000_000, "counted_bytes": None, "sram_bytes": 233_472, "ms": 1.5, "status": "ok"}
     made = io.markdown([empty_row(TINY, "sdpa_flash", "forward") | row | found])
