@@ -136,12 +136,16 @@ def _in_register_order(x, M: gl.constexpr, D: gl.constexpr, WARPS_M: gl.constexp
 
 @triton.jit
 def _finish_part(
-    p_part, p_dq, visible, scale, M: tl.constexpr, D: tl.constexpr, WARPS_M: tl.constexpr, WARPS_N: tl.constexpr
-):
-    """Undoes _in_register_order for D columns of M rows."""
+    p_part, p_dq, visible, scale,
+    M: tl.constexpr, D: tl.constexpr, WARPS_M: tl.constexpr, WARPS_N: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """Undoes _in_register_order for D columns of M rows, or for their transpose."""
+    ROWS: tl.constexpr = D if TRANSPOSED else M
+    COLUMNS: tl.constexpr = M if TRANSPOSED else D
     x = tl.load(p_part + tl.arange(0, M * D)) * scale
-    x = tl.reshape(x, [M // (16 * WARPS_M), D // WARPS_N // 8, WARPS_N, WARPS_M, 8, 4, 2, 2])
-    x = tl.reshape(tl.permute(x, [0, 3, 6, 4, 2, 1, 5, 7]), [M, D])
+    x = tl.reshape(x, [ROWS // (16 * WARPS_M), COLUMNS // WARPS_N // 8, WARPS_N, WARPS_M, 8, 4, 2, 2])
+    x = tl.reshape(tl.permute(x, [0, 3, 6, 4, 2, 1, 5, 7]), [ROWS, COLUMNS])
+    x = tl.trans(x) if TRANSPOSED else x
     tl.store(p_dq + tl.arange(0, D)[None, :], x.to(p_dq.dtype.element_ty), mask=visible[:, None])
 
 
@@ -160,17 +164,18 @@ def finish_kernel(
     D1: tl.constexpr,
     WARPS_M: tl.constexpr,
     WARPS_N: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
 ):
-    """dQ from its accumulator, scaled and rounded. Grid: B * heads * cdiv(seq_q, M)."""
+    """dQ from its accumulator, which may hold it TRANSPOSED, scaled and rounded. Grid: B * heads * cdiv(seq_q, M)."""
     tiles = tl.cdiv(seq_q, M)
     tile = tl.program_id(0)
     bh = tile // tiles
     o_m = tile % tiles * M + tl.arange(0, M)
     p_dq = _rows(dq, bh // heads, bh % heads, o_m, sdq_b, sdq_t, sdq_h)
     p_tile = accumulator + tl.cast(tile, tl.int64) * (M * (D0 + D1))
-    _finish_part(p_tile, p_dq, o_m < seq_q, scale, M, D0, WARPS_M, WARPS_N)
+    _finish_part(p_tile, p_dq, o_m < seq_q, scale, M, D0, WARPS_M, WARPS_N, TRANSPOSED)
     if D1:
-        _finish_part(p_tile + M * D0, p_dq + D0, o_m < seq_q, scale, M, D1, WARPS_M, WARPS_N)
+        _finish_part(p_tile + M * D0, p_dq + D0, o_m < seq_q, scale, M, D1, WARPS_M, WARPS_N, TRANSPOSED)
 
 
 @gluon.jit
@@ -234,7 +239,7 @@ def _reducer(dq0, dq1, dq0_s, dq1_s, bars, batch, kv_head, heads, groups, tiles,
 
 @gluon.jit
 def _transposed_product(x0, x1, y0, y1, zeros, D1: gl.constexpr):
-    """x y^T [N, M], not waited for; x [N, D0 + D1] and y [M, D0 + D1] in shared memory."""
+    """x y^T [N, M], not waited for; x [N, D0 + D1] and y [M, D0 + D1] in shared memory, or x in registers."""
     product = warpgroup_mma(x0, y0.permute([1, 0]), zeros, use_acc=False, is_async=True)
     if D1:
         product = warpgroup_mma(x1, y1.permute([1, 0]), product, is_async=True)
@@ -263,6 +268,9 @@ def _consumer(
     Both S^T = K Q^T and dP^T = V dO^T are issued before the exponential, which hides under the second; dS hides under
     P^T dO; and dQ is sent off while dS^T Q runs. P^T and dS^T are multiplied from registers; dS^T goes to shared memory
     too, to be read there as the dS of dQ = dS K. In dropout the sign of P tells from there on what is dropped.
+
+    A product of 64 columns reads its operands as fast as shared memory gives them. So where 64 keys of 64 columns leave
+    the registers for it, K, V and K^T are HELD there, and dQ is computed as its transpose, K^T dS^T.
     """
     heads, groups, seq_q, seq_k = shape
     numbers, threshold, keep_scale = dropout
@@ -289,6 +297,8 @@ def _consumer(
         Q1L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WM, WN], [16, D1 // WN, 16])
         A1L: gl.constexpr = gl.DotOperandLayout(0, K1L, 2)
     ROW: gl.constexpr = gl.SliceLayout(0, SL)
+    HELD: gl.constexpr = N == 64 and D0 == 64 and not D1
+    QTL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, M, 16])
 
     b_k0, b_v0 = k0_s.reshape([N, D0]), v0_s.reshape([N, D0])
     b_k1, b_v1 = b_k0, b_v0
@@ -305,6 +315,10 @@ def _consumer(
         p_keys = numbers + (batch * heads + kv_head * groups).to(gl.int64) * (seq_q + seq_k) + seq_q + o_j
     mbarrier.wait(k_full.index(0), 0)
     mbarrier.wait(k_full.index(1), 0)
+    a_k0, a_v0 = b_k0, b_v0
+    if HELD:
+        a_k0, a_v0 = b_k0.load(gl.DotOperandLayout(0, SL, 2)), b_v0.load(gl.DotOperandLayout(0, SL, 2))
+        a_kt = b_k0.permute([1, 0]).load(gl.DotOperandLayout(0, QTL, 2))
     for t in range(total):
         m = first + t % n
         s, o = t % QS, t % OS
@@ -313,9 +327,9 @@ def _consumer(
         if D1:
             b_q1, b_do1 = q1_s.index(s).reshape([M, D1]), do1_s.index(o).reshape([M, D1])
         mbarrier.wait(q_full.index(s), t // QS & 1)
-        s_t = _transposed_product(b_k0, b_k1, b_q0, b_q1, zeros, D1)
+        s_t = _transposed_product(a_k0, b_k1, b_q0, b_q1, zeros, D1)
         mbarrier.wait(do_full.index(o), t // OS & 1)
-        dp_t = _transposed_product(b_v0, b_v1, b_do0, b_do1, zeros, D1)
+        dp_t = _transposed_product(a_v0, b_v1, b_do0, b_do1, zeros, D1)
         s_t = warpgroup_mma_wait(PARTS, deps=(s_t,))
         # Read no sooner: these registers are wanted until S is done. So for delta.
         lse = stats_s.index(STATS * s).reshape([M]).load(ROW)
@@ -345,7 +359,10 @@ def _consumer(
         barrier()
         if t > 0:  # all warps are past dK of the tile before
             mbarrier.arrive(q_empty.index((t - 1) % QS), count=1)
-        if FUSED:
+        if FUSED and HELD:
+            dq = gl.zeros([D0, M], gl.float32, QTL)
+            dq = warpgroup_mma(a_kt, ds_s, dq, use_acc=False, is_async=True)
+        elif FUSED:
             dq = gl.zeros([M, D0], gl.float32, Q0L)
             dq = warpgroup_mma(ds_s.permute([1, 0]), b_k0, dq, use_acc=False, is_async=True)
             if D1:
@@ -362,7 +379,10 @@ def _consumer(
         if FUSED:
             mbarrier.wait(dq_empty, (t & 1) ^ 1)
             dq = warpgroup_mma_wait(PARTS, deps=(dq,))
-            dq0_s.reshape([M * D0]).store(_in_register_order(dq, M, D0, WM, WN))
+            if HELD:
+                dq0_s.reshape([M * D0]).store(_in_register_order(dq, D0, M, WARPS, 1))
+            else:
+                dq0_s.reshape([M * D0]).store(_in_register_order(dq, M, D0, WM, WN))
             if D1:
                 dq_1 = warpgroup_mma_wait(PARTS, deps=(dq_1,))
                 dq1_s.reshape([M * D1]).store(_in_register_order(dq_1, M, D1, WM, WN))
@@ -620,7 +640,7 @@ def backward_into(
         arguments = _main_arguments(accumulator, stats, dk, dv, dout, q, k, v, options, section, config)
         launch(main_kernel, key, batch * kv_heads * key_tiles, *arguments, **config.options)
         if fused:
-            constants = config.m, *split_head_dim(head_dim), *config.dq_warps
+            constants = config.m, *split_head_dim(head_dim), *config.dq_warps, config.n == head_dim == 64
             numbers = *strides(dq), heads, seq_q, options.scale / (1 - options.dropout_p)
             launch(finish_kernel, key, tiles, (accumulator, dq), numbers, constants, num_warps=4)
     return deltas
