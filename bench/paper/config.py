@@ -21,6 +21,8 @@ class PaperConfig:
     resume: bool = True
     """Cells that the results hold are not measured again; false sets those results aside, as *.json.old, and measures
     all anew."""
+    any_commit: bool = False
+    """Whether cells that are missing may be added to results of another commit; then the page names both."""
     timeout_s: int = 600
     """Seconds that a cell may take."""
     tokens: str | None = None

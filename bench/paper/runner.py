@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -61,7 +62,7 @@ def run(config: PaperConfig) -> None:
             for cell in pending[name]:
                 progress.update(task, description=f"{name}: {text_of(cell)}")
                 started = time.monotonic()
-                rows = measure(name, cell, config)
+                rows = [{**row, "commit": environment()["commit"]} for row in measure(name, cell, config)]
                 replace(results[name]["rows"], cell, rows)
                 write(folder / f"paper-{name}.json", results[name])
                 seconds = time.monotonic() - started
@@ -111,13 +112,15 @@ def begin(path: Path, config: PaperConfig) -> dict:
     """The results that a file holds, or new ones.
 
     Raises:
-        UserError: they cannot be read, or were measured on another machine, with other versions or at another commit.
+        UserError: they cannot be read, or were measured on another machine, with other versions or, unless any_commit
+            is set, at another commit.
     """
     here = environment()
     if not path.is_file():
         return {"environment": here, "size": config.size, "rows": []}
     results = read_results(path)
-    check_same(results["environment"], here, path, "resume=false measures all anew")
+    remedy = "resume=false measures all anew, and any_commit=true adds to results of another commit"
+    check_same(results["environment"], here, path, remedy, config.any_commit)
     return results
 
 
@@ -176,7 +179,9 @@ def reason(ended: subprocess.CompletedProcess) -> str | None:
 
 def text_of(row: dict) -> str:
     """A cell, or a row that failed, in words."""
-    known = {key: value for key, value in row.items() if value is not None and key not in ("status", "message")}
+    known = {
+        key: value for key, value in row.items() if value is not None and key not in ("status", "message", "commit")
+    }
     what = ", ".join(f"{key} {value}" for key, value in known.items())
     return f"{what}: {row['message']}" if row.get("message") else what
 
@@ -205,8 +210,17 @@ def page(name: str, results: dict) -> str:
     parts = [f"# {table.TITLE}", table.markdown(rows)]
     parts += ["Failed:\n\n" + "\n".join(failures)] if failures else []
     warning = "Sizes of a smoke run, which say nothing of speed. " if results["size"] == "smoke" else ""
-    versions = f"torch {where['torch']}, Triton {where['triton']}, commit {where['commit'][:12]}, {where['date']}"
+    versions = f"torch {where['torch']}, Triton {where['triton']}, {commits_of(results)}, {where['date']}"
     return "\n\n".join([*parts, f"{warning}Measured on {device_of(results)} ({versions})."]) + "\n"
+
+
+def commits_of(results: dict) -> str:
+    """The commit that was measured, or how many rows are of each."""
+    first = results["environment"]["commit"]
+    counts = Counter(row.get("commit", first)[:12] for row in results["rows"])
+    if len(counts) < 2:
+        return f"commit {next(iter(counts), first[:12])}"
+    return "commits " + " and ".join(f"{commit} ({count} rows)" for commit, count in counts.items())
 
 
 def device_of(results: dict) -> str:

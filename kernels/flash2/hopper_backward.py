@@ -269,8 +269,8 @@ def _consumer(
     P^T dO; and dQ is sent off while dS^T Q runs. P^T and dS^T are multiplied from registers; dS^T goes to shared memory
     too, to be read there as the dS of dQ = dS K. In dropout the sign of P tells from there on what is dropped.
 
-    A product of 64 columns reads its operands as fast as shared memory gives them. So where 64 keys of 64 columns leave
-    the registers for it, K, V and K^T are HELD there, and dQ is computed as its transpose, K^T dS^T.
+    A product of 64 columns reads its operands as fast as shared memory gives them. So 64 keys have V in registers, and
+    where there is no part 1, K and K^T too: dQ is then computed as its transpose, K^T dS^T.
     """
     heads, groups, seq_q, seq_k = shape
     numbers, threshold, keep_scale = dropout
@@ -297,7 +297,8 @@ def _consumer(
         Q1L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WM, WN], [16, D1 // WN, 16])
         A1L: gl.constexpr = gl.DotOperandLayout(0, K1L, 2)
     ROW: gl.constexpr = gl.SliceLayout(0, SL)
-    HELD: gl.constexpr = N == 64 and D0 == 64 and not D1
+    V_HELD: gl.constexpr = N == 64 and D0 == 64
+    HELD: gl.constexpr = V_HELD and not D1
     QTL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, M, 16])
 
     b_k0, b_v0 = k0_s.reshape([N, D0]), v0_s.reshape([N, D0])
@@ -316,8 +317,10 @@ def _consumer(
     mbarrier.wait(k_full.index(0), 0)
     mbarrier.wait(k_full.index(1), 0)
     a_k0, a_v0 = b_k0, b_v0
+    if V_HELD:
+        a_v0 = b_v0.load(gl.DotOperandLayout(0, SL, 2))
     if HELD:
-        a_k0, a_v0 = b_k0.load(gl.DotOperandLayout(0, SL, 2)), b_v0.load(gl.DotOperandLayout(0, SL, 2))
+        a_k0 = b_k0.load(gl.DotOperandLayout(0, SL, 2))
         a_kt = b_k0.permute([1, 0]).load(gl.DotOperandLayout(0, QTL, 2))
     for t in range(total):
         m = first + t % n

@@ -118,11 +118,23 @@ def test_results_of_another_commit_are_refused_and_kept(measured, monkeypatch):
     runner.run(SMOKE)
     monkeypatch.setenv("GIT_COMMIT", "second")
     before = RESULTS.read_text()
-    with pytest.raises(
-        UserError, match="paper-letters.json has commit first, not second; resume=false measures all anew"
-    ):
+    refused = "paper-letters.json has commit first, not second; resume=false measures all anew, and any_commit=true"
+    with pytest.raises(UserError, match=refused):
         runner.run(SMOKE)
     assert RESULTS.read_text() == before and len(measured.letters) == 3
+
+
+def test_what_is_missing_is_added_to_another_commits_results_if_asked_for(measured, monkeypatch):
+    whole = runner.measure
+    monkeypatch.setenv("GIT_COMMIT", "first")
+    monkeypatch.setattr(runner, "measure", interrupted_at_b(whole))
+    with pytest.raises(SystemExit):
+        runner.run(SMOKE)
+    monkeypatch.setattr(runner, "measure", whole)
+    monkeypatch.setenv("GIT_COMMIT", "second")
+    runner.run(replace(SMOKE, any_commit=True))
+    assert measured.letters == ["a", "b", "c"]
+    assert "commits first (2 rows) and second (4 rows)" in RESULTS.with_suffix(".md").read_text()
 
 
 def test_what_is_measured_anew_is_resumed_like_anything_else(measured, monkeypatch):
