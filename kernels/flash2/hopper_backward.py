@@ -270,7 +270,8 @@ def _consumer(
     too, to be read there as the dS of dQ = dS K. In dropout the sign of P tells from there on what is dropped.
 
     A product of 64 columns reads its operands as fast as shared memory gives them. So 64 keys have V in registers, and
-    where there is no part 1, K and K^T too: dQ is then computed as its transpose, K^T dS^T.
+    where there is no part 1, K and K^T too: dQ is then computed as its transpose, K^T dS^T. Not where dQ is left
+    out: there ptxas 12.8 gives P the registers of K, which the next tile needs.
     """
     heads, groups, seq_q, seq_k = shape
     numbers, threshold, keep_scale = dropout
@@ -297,7 +298,7 @@ def _consumer(
         Q1L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WM, WN], [16, D1 // WN, 16])
         A1L: gl.constexpr = gl.DotOperandLayout(0, K1L, 2)
     ROW: gl.constexpr = gl.SliceLayout(0, SL)
-    V_HELD: gl.constexpr = N == 64 and D0 == 64
+    V_HELD: gl.constexpr = FUSED and N == 64 and D0 == 64
     HELD: gl.constexpr = V_HELD and not D1
     QTL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, M, 16])
 

@@ -50,7 +50,8 @@ SHAPES = {
     "gfx90a": [*COMMON, DROPOUT],
     "gfx942": [*COMMON, LARGE, FP32],
 }
-PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+PTXAS, CUOBJDUMP = (Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / x for x in ("ptxas", "cuobjdump"))
+INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/ +(?:@!?\w+ )?([A-Z][\w.]*)([^;]*);")
 POINTER_TYPES = {
     "logsumexp": "*fp32",
     "delta": "*fp32",
@@ -120,7 +121,42 @@ def assembler_report(compiled) -> dict:
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     spills = [int(n) for n in re.findall(r"(\d+) bytes spill", said)]
     assert spills, said
-    return {"spilled": sum(spills), "serialised": "wgmma" in said and "serialized" in said}
+    lost = lost_operands(disassembled(compiled)) if "wgmma" in compiled.asm["ptx"] else []
+    return {"spilled": sum(spills), "serialised": "wgmma" in said and "serialized" in said, "lost": lost}
+
+
+def disassembled(compiled) -> str:
+    """The machine code of a kernel in words."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+        return subprocess.run([CUOBJDUMP, "-sass", cubin.name], capture_output=True, text=True, check=True).stdout
+
+
+def lost_operands(code: str) -> list[str]:
+    """Registers that are a product's first operand in each round of a loop, come from before it, and are overwritten in
+    it: ptxas 12.8 gave the registers of a K held through the loop to P, and all rounds but the first were wrong.
+    """
+    instructions = [(int(address, 16), name, rest) for address, name, rest in INSTRUCTION.findall(code)]
+    lost = set()
+    for end, name, rest in instructions:
+        jump = re.match(r" +0x([0-9a-f]+)", rest) if name == "BRA" else None
+        start = int(jump[1], 16) if jump else end
+        if start >= end:
+            continue
+        read, written = {}, {}
+        for at, name, rest in instructions:
+            numbers = [int(number) for number in re.findall(r"\bR(\d+)\b", rest)]
+            if not start <= at <= end or not re.match(r" +R\d+\b", rest):
+                continue
+            product = re.match(r"HGMMA\.64x(\d+)x", name)
+            if product and re.match(r" +R\d+, R\d+, gdesc", rest):
+                for register in range(numbers[1], numbers[1] + 4):
+                    read.setdefault(register, at)
+            for register in range(numbers[0], numbers[0] + (int(product[1]) // 2 if product else 1)):
+                written.setdefault(register, at)
+        lost |= {f"R{register}" for register, at in read.items() if at < written.get(register, at)}
+    return sorted(lost)
 
 
 def compile_shape(job: tuple) -> list[dict]:

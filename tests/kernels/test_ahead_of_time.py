@@ -52,3 +52,24 @@ def test_tuned_tiles_of_hopper_spill_no_registers_and_keep_the_tensor_cores_busy
         few = 32 if "fused" in row else 288 if pass_ == "forward" and config[0] == 128 and head_dim > 80 else 0
         allowed = math.inf if "flash1" in row.get("baseline", "") else few
         assert row["spilled"] <= allowed, row
+
+
+def test_no_loop_of_the_backward_loses_an_operand_it_holds(compiled):
+    """The forward's loops are left out: P of one round is multiplied in the next, and Q changes from tile to tile."""
+    backward = [row for row in compiled if row.get("specialised", [""])[0] == "backward"]
+    assert backward and all(row["lost"] == [] for row in backward), backward
+
+
+def test_a_lost_operand_is_seen():
+    """Of two held in a loop, R8 to R11 and R16 to R19, the second is overwritten; R4 is made anew in each round."""
+    body = [
+        "HGMMA.64x64x16.F32.BF16 R24, R8, gdesc[UR4], RZ, !UPT",
+        "HGMMA.64x64x16.F32.BF16 R56, R16, gdesc[UR4], RZ, !UPT, gsb0",
+        *(f"F2FP.BF16.F32.PACK_AB R{register}, R25, R24" for register in range(4, 8)),
+        "HGMMA.64x64x16.F32.BF16 R88, R4, gdesc[UR8].tnspB, R88, gsb0",
+        "@P1 FMUL R18, R56, R57",
+        "STS [R18+0x10], R8",
+        "@P0 BRA 0x0110",
+    ]
+    code = "\n".join(f"/*{16 * i:04x}*/   {text} ;" for i, text in enumerate(["LDSM.16.M88.4 R8, [R2]", *body], 16))
+    assert ahead_of_time.lost_operands(code) == ["R18"]

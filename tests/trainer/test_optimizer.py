@@ -33,7 +33,7 @@ def gradients_of(model: nn.Module, seed: int) -> list[torch.Tensor]:
 
 def take_step(model, optimizer, gradients, *, lr=0.01, grad_clip=0.0, scaler=UNSCALED) -> torch.Tensor:
     """One optimizer step as after a backward pass that gave these gradients, multiplied by the loss scale."""
-    scale = scaler.scale(torch.ones(()))
+    scale = scaler.scale(torch.ones((), device=gradients[0].device))
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         parameter.grad = gradient * scale
     return optimizer_step(optimizer, scaler, lr, grad_clip)
