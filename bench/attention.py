@@ -23,7 +23,7 @@ from torch import Tensor
 from bench import charts
 from bench.accuracy import check, truth_of
 from bench.cells import CELLS, DTYPES, HIDDEN, PASSES, TOKENS, Cell
-from bench.environment import ROOT, environment
+from bench.environment import ROOT, environment, read_results
 from bench.rows import cell_line, empty_row, summary
 from bench.timing import Gpu, alternate, recorded, start_series
 from bench.variants import available, bind, draw
@@ -218,7 +218,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.draw:
         if not arguments.draw.is_file():
             raise UserError(f"--draw {arguments.draw} does not exist; measure first, or name another results file")
-        results = json.loads(arguments.draw.read_text())
+        results = read_results(arguments.draw)
         charts.draw(results["rows"], arguments.draw, results["environment"])
         return print(summary(results["rows"]))
     cells = chosen_cells(arguments)

@@ -77,7 +77,8 @@ def test_without_a_gpu_one_sentence_and_status_2(monkeypatch, capsys):
 def test_charts_are_drawn_again_without_a_gpu(monkeypatch, capsys, tmp_path):
     results = tmp_path / "attention.json"
     rows = [row for row in made_up_rows() if row["pass"] == "both"]
-    results.write_text(json.dumps({"environment": {"gpu": "NVIDIA H200"}, "rows": rows}))
+    where = {"gpu": "NVIDIA H200", "torch": "2.11", "triton": "3.6", "commit": "first"}
+    results.write_text(json.dumps({"environment": where, "rows": rows}))
     call_main(monkeypatch, "--draw", results)
     assert [path.name for path in tmp_path.glob("*.svg")] == ["attention-both.svg"]
     assert "d128_full" in capsys.readouterr().out
@@ -87,6 +88,11 @@ def test_charts_of_no_file_are_refused(monkeypatch, capsys, tmp_path):
     with pytest.raises(SystemExit):
         call_main(monkeypatch, "--draw", tmp_path / "none.json")
     assert "none.json does not exist" in capsys.readouterr().err
+    cut = tmp_path / "cut.json"
+    cut.write_text('{"environment": {')
+    with pytest.raises(SystemExit):
+        call_main(monkeypatch, "--draw", cut)
+    assert "cut.json is no results file of bench" in capsys.readouterr().err
 
 
 def test_explain_asks_the_launcher_once_per_shape(monkeypatch, capsys):
