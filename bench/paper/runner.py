@@ -220,7 +220,7 @@ def commits_of(results: dict) -> str:
     counts = Counter(row.get("commit", first)[:12] for row in results["rows"])
     if len(counts) < 2:
         return f"commit {next(iter(counts), first[:12])}"
-    return "commits " + " and ".join(f"{commit} ({count} rows)" for commit, count in counts.items())
+    return "commits " + ", ".join(f"{commit} ({count} rows)" for commit, count in counts.items())
 
 
 def device_of(results: dict) -> str:
