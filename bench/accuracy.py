@@ -75,7 +75,8 @@ def math_attention(
 ) -> Tensor:
     """torch's math attention with the causal mask aligned at the bottom right: the yardstick of errors.
 
-    `seen`, boolean, takes the place of that mask: of all queries and keys of a sequence, the last of which q and k are.
+    `seen`, (T, T) boolean, takes the place of that mask: k are the first keys of a sequence, and q its queries that end
+    where k does.
     """
     seq_q, seq_k = q.shape[1], k.shape[1]
     mask = visible(seq_q, seq_k, q.device) if causal else None

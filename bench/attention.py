@@ -34,7 +34,7 @@ from model.attention import Attention
 def measure(
     cell: Cell, variants: dict[str, Attention], gpu: Gpu, rounds: int, seen: Tensor | None = None
 ) -> list[dict]:
-    """The rows of one cell: every variant, every pass; `seen` is what variants that leave keys out show: truth_of."""
+    """The rows of one cell: every variant, every pass. `seen` tells which keys variants see that leave some out."""
     rows = {variant: {pass_: empty_row(cell, variant, pass_) for pass_ in PASSES} for variant in variants}
     contenders = []
     with recorded([row for of_variant in rows.values() for row in of_variant.values()], gpu):
@@ -219,6 +219,8 @@ def run(arguments: argparse.Namespace) -> None:
         if not arguments.draw.is_file():
             raise UserError(f"--draw {arguments.draw} does not exist; measure first, or name another results file")
         results = read_results(arguments.draw)
+        if any(not {"variant", "pass", "tflops"} <= row.keys() for row in results.get("rows", [{}])):
+            raise UserError(f"--draw {arguments.draw} is of another benchmark; name a results file of bench.attention")
         charts.draw(results["rows"], arguments.draw, results["environment"])
         return print(summary(results["rows"]))
     cells = chosen_cells(arguments)

@@ -306,9 +306,11 @@ def test_long_run_grows_neither_in_memory_nor_in_files_nor_in_time(workplace, mo
     monkeypatch.setattr(Checkpoints, "save", lambda *args: (sample(), save(*args))[1])
     small = ("model=gpt2-nano", "model.n_layer=4", "model.n_head=4", "model.n_embd=128", "train.sample_tokens=8")
     often = (f"train.eval_interval={interval}", f"checkpoint.interval={interval}", "train.log_interval=10")
+    timer = threading.Timer(480, os.kill, (os.getpid(), signal.SIGTERM))
     if device == "cuda":
-        threading.Timer(480, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        timer.start()
     outcome = train("run", *small, *often, f"train.max_steps={steps}", f"device={device}")
+    timer.cancel()
     assert outcome.code == (128 + signal.SIGTERM if device == "cuda" else 0), outcome.err
     pages, files, threads, tensors, clock = zip(*samples, strict=True)
     seconds = [after - before for before, after in itertools.pairwise(clock)]

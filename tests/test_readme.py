@@ -39,6 +39,8 @@ def test_pictures_and_pages_are_those_of_the_results(tmp_path):
     file["rows"][-1]["perplexity"] = 123456.0
     (folder / "paper-gpt2.json").write_text(json.dumps(file))
     assert stale_files(tmp_path) == ["paper-gpt2.png", "paper-gpt2.svg", "paper-scaling.svg", "paper-gpt2.md"]
+    (folder / "paper-blocks.svg").unlink()
+    assert stale_files(tmp_path)[0] == "paper-blocks.svg"
 
 
 @pytest.mark.parametrize("content", ["", '{"rows": [', "[]", '{"environment": {}, "rows": []}'])
@@ -62,5 +64,5 @@ def test_ci_runs_the_readmes_test_command():
 
 def test_every_file_the_readme_names_exists():
     text = README.read_text()
-    for path in re.findall(r"`((?:\w+/)+[\w.]+\.(?:py|md))`|\]\(([\w/.]+)\)", text):
+    for path in re.findall(r"`((?:\w+/)+[\w.]+\.(?:py|md))`|\]\(([\w/.-]+)\)", text):
         assert (ROOT / (path[0] or path[1])).is_file(), path

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from itertools import product
 
 import torch
@@ -29,16 +30,17 @@ class NotMeasured(Exception):
     """Why the counters could not be read."""
 
 
-def hbm_bytes(shape: dict, variants: Sequence[str], passes: Sequence[str], seconds: int) -> Bytes:
-    """Bytes read and written by one call of each attention and pass, by (variant, pass).
+def hbm_bytes(shapes: dict[str, Cell], passes: Sequence[str], seconds: int) -> Bytes:
+    """Bytes read and written by one call of each attention, on its shape, and pass, by (variant, pass).
 
     Raises:
         NotMeasured: ncu is not there, or may not read the counters, or a call failed.
     """
     if not shutil.which("ncu"):
         raise NotMeasured("ncu not found")
-    calls = list(product(variants, passes))
-    profiled = [sys.executable, "-m", "bench.paper.counters", json.dumps([shape, calls])]
+    calls = list(product(shapes, passes))
+    given = [(asdict(shapes[variant]), variant, pass_) for variant, pass_ in calls]
+    profiled = [sys.executable, "-m", "bench.paper.counters", json.dumps(given)]
     command = ["ncu", *SETTINGS, "--metrics", ",".join(METRICS), *profiled]
     try:
         ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds)
@@ -86,11 +88,9 @@ def profile(call: Callable[[], object]) -> None:
 
 
 def main() -> None:
-    sizes, calls = json.loads(sys.argv[1])
-    shape = Cell(**sizes)
-    data = draw(shape, "cuda")
-    for variant, pass_ in calls:
-        profile(bind(variant, attend(variant, PaperConfig()), shape, data).call(pass_))
+    for sizes, variant, pass_ in json.loads(sys.argv[1]):
+        shape = Cell(**sizes)
+        profile(bind(variant, attend(variant, PaperConfig()), shape, draw(shape, "cuda")).call(pass_))
 
 
 if __name__ == "__main__":

@@ -3,14 +3,13 @@
 The papers count what an algorithm moves between HBM and an on-chip memory of M bytes (FlashAttention, theorem 2 and
 theorem 5). The second count is of the code here: every load and store of its kernels at the tiles they run with, read
 by read, as if no cache were between. Caches are: what many programs read at about the same time comes from HBM once, so
-that the counters may say less. Without a mask, and without dropout.
+that the counters may say less. Without dropout, and without a mask but for block_sparse and local, which are causal.
 
 Everything is of one head: n tokens, d its size; 2 bytes an element, 4 a statistic or what is kept in fp32. Of the n^2
 pairs block_sparse and local compute only some: a `share` of them by tiles, those that have a pair that is seen.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from math import ceil
 
@@ -170,23 +169,12 @@ def cells(config: PaperConfig) -> list[dict]:
 
 def measure(cell: dict, gpu: Gpu, config: PaperConfig) -> Iterator[dict]:
     """A row for each attention and pass: time, in turn and after a check against fp64, and the counts of bytes."""
-    shape = Cell("io", **cell, head_dim=HEAD_DIM, causal=False)
-    yield from measure_together(shape, DENSE, gpu, config)
-    for variant in SPARSE:
-        seen = seen_by(variant, cell["seq_len"])
-        yield from measure_together(replace(shape, causal=True), [variant], gpu, config, seen)
-
-
-def measure_together(
-    shape: Cell, variants: Sequence[str], gpu: Gpu, config: PaperConfig, seen: Tensor | None = None
-) -> Iterator[dict]:
-    """The rows of some attentions that see the same keys."""
-    on_gpu, n, rows = gpu.device == "cuda", shape.seq_len, shape.batch * shape.heads
+    on_gpu, n, rows = gpu.device == "cuda", cell["seq_len"], cell["batch"] * cell["heads"]
     arch = "sm_{}{}".format(*torch.cuda.get_device_capability()) if on_gpu else "sm_90"
     m = torch.cuda.get_device_properties().shared_memory_per_multiprocessor if on_gpu else TYPICAL_M
-    counted_by_gpu = counters(shape, variants, config)
-    attentions = {name: attend(name, config) for name in variants}
-    for row in measure_attention(shape, attentions, gpu, ROUNDS[config.size], seen):
+    shapes = {name: Cell("io", **cell, head_dim=HEAD_DIM, causal=name in SPARSE) for name in (*DENSE, *SPARSE)}
+    counted_by_gpu = counters(shapes, config)
+    for row in timed(shapes, gpu, config):
         variant, pass_ = row["variant"], row["pass"]
         if pass_ in PASSES:
             share = share_of(variant, n, BLOCK, BLOCK) if variant in SPARSE else 1.0
@@ -197,10 +185,18 @@ def measure_together(
             yield row | counts | {"share": share, "sram_bytes": m} | counted_by_gpu(variant, pass_)
 
 
-def counters(shape: Cell, variants: Sequence[str], config: PaperConfig) -> Callable[[str, str], dict]:
+def timed(shapes: dict[str, Cell], gpu: Gpu, config: PaperConfig) -> Iterator[dict]:
+    """The rows of bench.attention: of those that see the same keys together, and of each that leaves some out alone."""
+    for names in (DENSE, *((name,) for name in SPARSE)):
+        shape, attentions = shapes[names[0]], {name: attend(name, config) for name in names}
+        seen = seen_by(names[0], shape.seq_len) if names[0] in SPARSE else None
+        yield from measure_attention(shape, attentions, gpu, ROUNDS[config.size], seen)
+
+
+def counters(shapes: dict[str, Cell], config: PaperConfig) -> Callable[[str, str], dict]:
     """What the counters say of an attention and a pass, or why they say nothing."""
     try:
-        measured, reason = hbm_bytes(asdict(shape), variants, PASSES, config.timeout_s // 2), None
+        measured, reason = hbm_bytes(shapes, PASSES, config.timeout_s // 2), None
     except NotMeasured as error:
         measured, reason = {}, str(error)
 
@@ -214,8 +210,8 @@ def counters(shape: Cell, variants: Sequence[str], config: PaperConfig) -> Calla
 def markdown(rows: list[dict]) -> str:
     """GB by each count, beside the time."""
     lines = []
-    timed = [row for row in rows if "paper_bytes" in row]
-    for row in sorted(timed, key=lambda row: (row["seq_len"], -row["batch"], row["pass"] == "backward")):
+    counted = [row for row in rows if "paper_bytes" in row]
+    for row in sorted(counted, key=lambda row: (row["seq_len"], -row["batch"], row["pass"] == "backward")):
         time = f"{row['ms']:.3f}" if row["status"] == "ok" else row["status"].upper()
         counts = [gigabytes(row[key]) for key in ("paper_bytes", "counted_bytes", "read_bytes", "written_bytes")]
         lines.append(
@@ -231,11 +227,11 @@ def markdown(rows: list[dict]) -> str:
         "written, GB",
         "ms",
     )
-    reasons = ", ".join(dict.fromkeys(row["not_measured"] for row in timed if row["not_measured"]))
+    reasons = ", ".join(dict.fromkeys(row["not_measured"] for row in counted if row["not_measured"]))
     unmeasured = f" (not measured: {reasons})" if reasons else ""
-    m = next((f"M = {row['sram_bytes'] / 1024:.0f} KiB" for row in timed), "")
+    m = next((f"M = {row['sram_bytes'] / 1024:.0f} KiB" for row in counted), "")
     return (
-        f"{table(header, lines, left=2)}\n\nGB are 10^9 bytes; heads of {HEAD_DIM} in bf16, no mask{sparse(timed)}. "
+        f"{table(header, lines, left=2)}\n\nGB are 10^9 bytes; heads of {HEAD_DIM} in bf16, no mask{sparse(counted)}. "
         f"The paper's formulas are those of standard attention and of FlashAttention with {m} of shared memory; loads "
         "and stores are those of the kernels at their tiles, as if no cache were between; read and written is what the "
         f"counters of HBM say, caches included{unmeasured}. bench/paper/io.py derives them."
@@ -243,11 +239,12 @@ def markdown(rows: list[dict]) -> str:
 
 
 def sparse(rows: list[dict]) -> str:
-    """What those see that leave pairs out."""
+    """What the attentions see that leave pairs out, in words."""
     shares = {(row["variant"], row["seq_len"]): row["share"] for row in rows if row["variant"] in SPARSE}
-    texts = [f"{share:.1%} in `{name}` at {n:,}" for (name, n), share in shares.items()]
-    blocks = f"of whose blocks of {BLOCK} x {BLOCK} are left {', '.join(texts)}"
-    return f" but for {' and '.join(f'`{name}`' for name in SPARSE)}, which are causal and {blocks}" if texts else ""
+    texts = [f"`{name}` at {n:,} {share:.1%}" for (name, n), share in shares.items()]
+    names = " and ".join(f"`{name}`" for name in SPARSE)
+    what = f"are causal, and compute of all blocks of {BLOCK} x {BLOCK} a part: {', '.join(texts)}"
+    return f"; but {names} {what}" if texts else ""
 
 
 def gigabytes(count: int | None) -> str:
@@ -256,8 +253,8 @@ def gigabytes(count: int | None) -> str:
 
 def pictures(rows: list[dict], where: str) -> dict[str, Figure]:
     """Bytes of the first shape by each count as bars, time as dots."""
-    timed = [row for row in rows if "paper_bytes" in row]
-    first = [row for row in timed if row["seq_len"] == min(r["seq_len"] for r in timed)]
+    counted = [row for row in rows if "paper_bytes" in row]
+    first = [row for row in counted if row["seq_len"] == min(r["seq_len"] for r in counted)]
     figure = Figure(figsize=(10, 3.8), layout="constrained")
     for axes, pass_ in zip(figure.subplots(1, 2), PASSES, strict=True):
         shown = [row for row in first if row["pass"] == pass_]

@@ -16,6 +16,7 @@ from bench.timing import Gpu
 
 TITLE = "FlashAttention-2's figures 4 to 7: attention alone"
 VARIANTS = "naive", "fused_softmax", "flash1", "sdpa_flash", "flash2"
+ON_GPUS = "sdpa_efficient"  # xformers' kernel, as torch has it
 HEAD_DIMS, MASKS = (64, 128), (False, True)
 SMOKE_LENGTHS = 32, 64
 ROUNDS = {"full": 10, "smoke": 1}
@@ -32,7 +33,7 @@ def measure(cell: dict, gpu: Gpu, config: PaperConfig) -> Iterator[dict]:
     shapes = paper_cells(cell["head_dim"], cell["causal"])
     if config.size == "smoke":
         shapes = [replace(shapes[0], batch=1, seq_len=length, heads=2, kv_heads=2) for length in SMOKE_LENGTHS]
-    names = [*VARIANTS, *(["fa3"] if "fa3" in known(config) else [])]
+    names = [*VARIANTS, *([ON_GPUS] if gpu.device == "cuda" else []), *(["fa3"] if "fa3" in known(config) else [])]
     variants = {name: attend(name, config) for name in names}
     for shape in shapes:
         yield from measure_attention(shape, variants, gpu, ROUNDS[config.size])

@@ -45,7 +45,7 @@ def run(config: PaperConfig) -> None:
         UserError: an unknown table, no GPU to measure, or results that were measured elsewhere or cannot be read.
         SystemExit: after Ctrl-C, with status 130; at the end, with status 1, if cells failed.
     """
-    names = chosen_tables(config)
+    names, commit = chosen_tables(config), environment()["commit"]
     folder = destination(config)
     if not config.resume:
         set_aside([folder / f"paper-{name}.json" for name in names])
@@ -62,7 +62,7 @@ def run(config: PaperConfig) -> None:
             for cell in pending[name]:
                 progress.update(task, description=f"{name}: {text_of(cell)}")
                 started = time.monotonic()
-                rows = [{**row, "commit": environment()["commit"]} for row in measure(name, cell, config)]
+                rows = [{**row, "commit": commit} for row in measure(name, cell, config)]
                 replace(results[name]["rows"], cell, rows)
                 write(folder / f"paper-{name}.json", results[name])
                 seconds = time.monotonic() - started

@@ -1,7 +1,8 @@
 """What parallelising over query tiles buys: time against length, heads and batch.
 
 flash1 has a program for each head of each sequence, and flash2 one for each tile of queries of those. Where batch x
-heads are fewer than a GPU's multiprocessors, flash1 leaves some idle, and its time does not fall with the work.
+heads are fewer than a GPU's multiprocessors, flash1 leaves some idle, and its time does not fall with the work. How far
+apart they are where both fill the GPU is what their kernels differ by, not their grids.
 """
 
 from collections.abc import Iterator
@@ -76,7 +77,8 @@ def markdown(rows: list[dict]) -> str:
     note = (
         "Milliseconds in bf16 with a causal mask, each first held to the fp64 reference. A slope is the exponent of "
         "the power of length, heads or batch that the milliseconds follow, by least squares of the logarithms: work "
-        "alone would make it 2, 1 and 1. `flash1` runs batch x heads programs, `flash2` as many a tile of queries."
+        "alone would make it 2, 1 and 1. `flash1` runs batch x heads programs, `flash2` as many a tile of queries: at "
+        "many heads or sequences both fill the GPU, and what is left between them is the kernels' own."
     )
     return "\n\n".join([*parts, note])
 

@@ -17,7 +17,7 @@ Compare training runs:
 
 Bring the README up to date:
   python -m bench.report --readme            its tables and pictures made anew from bench/results
-  python -m bench.report --readme --check    change nothing; fail where a table differs
+  python -m bench.report --readme --check    change nothing; fail where a table, a picture or a page differs
 """
 DEFAULTS = {"runs": None, "results": None, "out": "report.html"}
 

@@ -108,6 +108,8 @@ for (const header of document.querySelectorAll("th")) {
 draw();
 
 // On paper nothing can be unfolded.
+let unfolded = [];
 matchMedia("print").addEventListener("change", ({ matches }) => {
-  for (const table of document.querySelectorAll("#results details")) table.open = matches;
+  if (matches) unfolded = [...document.querySelectorAll("details:not([open])")];
+  for (const part of unfolded) part.open = matches;
 });

@@ -1,6 +1,7 @@
 """Tables and pictures of the README, made from bench/results: python -m bench.report --readme [--check]."""
 
 import math
+import re
 from functools import partial
 from pathlib import Path
 
@@ -193,10 +194,13 @@ def draw(results: Path = RESULTS) -> None:
 
 
 def stale_files(results: Path = RESULTS) -> list[str]:
-    """The pictures and pages that are not of the rows that the results file beside them has."""
+    """The pictures and pages that are not of the rows that the results file beside them has, and pictures of the README
+    that are not there."""
     from bench.paper.runner import TABLES, page  # takes seconds
 
-    folder, stale = results / "h200", []
+    folder = results / "h200"
+    named = re.findall(r"!\[.*\]\(bench/results/(h200/[\w.-]+)\)", README.read_text())
+    stale = [Path(name).name for name in named if not (results / name).is_file()]
     for picture in sorted([*folder.glob("*.svg"), *folder.glob("*.png")]):
         files = [file for file in folder.glob("*.json") if picture.stem.startswith(file.stem)]
         source = max(files, key=lambda file: len(file.stem))

@@ -93,6 +93,9 @@ def test_charts_of_no_file_are_refused(monkeypatch, capsys, tmp_path):
     with pytest.raises(SystemExit):
         call_main(monkeypatch, "--draw", cut)
     assert "cut.json is no results file of bench" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        call_main(monkeypatch, "--draw", "bench/results/h200/sparsity.json")
+    assert "sparsity.json is of another benchmark" in capsys.readouterr().err
 
 
 def test_explain_asks_the_launcher_once_per_shape(monkeypatch, capsys):

@@ -213,7 +213,7 @@ def ncu(monkeypatch, output, status=0):
 
 def test_the_counters_of_all_kernels_of_a_call_are_added(monkeypatch):
     ncu(monkeypatch, NCU)
-    found = counters.hbm_bytes({}, ["flash2"], ["forward", "backward"], 1)
+    found = counters.hbm_bytes({"flash2": TINY}, ["forward", "backward"], 1)
     assert found == {("flash2", "forward"): (1000, 20), ("flash2", "backward"): (305, 5)}
 
 
@@ -228,12 +228,12 @@ def test_the_counters_of_all_kernels_of_a_call_are_added(monkeypatch):
 def test_counters_that_cannot_be_read_say_why(output, status, reason, monkeypatch):
     ncu(monkeypatch, output, status)
     with pytest.raises(counters.NotMeasured, match=reason):
-        counters.hbm_bytes({}, ["flash2"], ["forward"], 1)
+        counters.hbm_bytes({"flash2": TINY}, ["forward"], 1)
 
 
 def test_without_ncu_the_table_says_so(monkeypatch):
     monkeypatch.setattr(counters.shutil, "which", lambda name: None)
-    found = io.counters(TINY, ["flash2"], FULL)("flash2", "forward")
+    found = io.counters({"flash2": TINY}, FULL)("flash2", "forward")
     assert found == {"read_bytes": None, "written_bytes": None, "not_measured": "ncu not found"}
     row = {"paper_bytes": 2_000_000_000, "counted_bytes": None, "sram_bytes": 233_472, "ms": 1.5, "status": "ok"}
     made = io.markdown([empty_row(TINY, "sdpa_flash", "forward") | row | found])

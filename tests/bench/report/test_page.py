@@ -200,6 +200,18 @@ def test_paper_gets_whole_charts_in_black_on_white_without_controls(page):
     assert page.evaluate("document.documentElement.scrollWidth") <= 680
 
 
+def test_on_paper_all_is_unfolded_and_afterwards_as_the_reader_had_it(page):
+    parts, folded = page.locator("details"), page.locator("details:not([open])")
+    count = parts.count()
+    parts.last.locator("summary").click()
+    expect(folded).to_have_count(count - 1)
+    page.emulate_media(media="print")
+    expect(folded).to_have_count(0)
+    page.emulate_media(media="screen")
+    expect(folded).to_have_count(count - 1)
+    assert parts.last.get_attribute("open") is not None and count > 1
+
+
 def test_dark_screens_get_a_dark_page(page):
     page.emulate_media(color_scheme="dark")
     expect(page.locator("body")).to_have_css("background-color", "rgb(21, 23, 26)")
