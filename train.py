@@ -379,7 +379,8 @@ def read_window(
         windows, weights = config.train.sequences, checkpoints.before(step)
         file = watch.record(step, loss, norm, state=state, windows=windows, weights=weights)
         told = f"the loss was {loss:.6g} and the gradient norm {norm:.6g} at step {step}"
-        look = f"look at it with python train.py replay={file}" if file else "the disk refused a record of it"
+        by = "" if weights else " checkpoint=..., there being none from before it"
+        look = f"look at it with python train.py replay={file}{by}" if file else "the disk refused a record of it"
         if stops:
             raise UserError(
                 f"{told}; the weights took no such step and are saved in {path}; lower optimizer.lr, or check the "

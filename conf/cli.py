@@ -9,6 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,21 @@ from trainer.distributed import started
 
 PATIENCE_S = 3  # in which torchrun ends the other processes when one has ended
 
-# No room, no permission, a read-only file system, a file where a folder was: for the user to mend.
-REFUSALS_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
+ELSEWHERE = "make room, or write elsewhere with hydra.run.dir=..."
+PERMISSIONS = "see to its permissions, or name another; outputs go where hydra.run.dir=... says"
+ANOTHER = "name another; outputs go where hydra.run.dir=... says"
+# What the user can mend, and how.
+REFUSALS_OF_THE_DISK = {
+    errno.ENOSPC: ELSEWHERE,
+    errno.EDQUOT: ELSEWHERE,
+    errno.EROFS: ELSEWHERE,
+    errno.EACCES: PERMISSIONS,
+    errno.EPERM: PERMISSIONS,
+    errno.ENOTDIR: ANOTHER,
+    errno.EEXIST: ANOTHER,
+    errno.ENAMETOOLONG: ANOTHER,
+    errno.EIO: "the disk fails; " + ANOTHER,
+}
 
 
 def launch(
@@ -91,9 +105,7 @@ def launch(
     except OSError as error:
         if error.errno not in REFUSALS_OF_THE_DISK:
             raise
-        _refuse(
-            f"{error.filename or 'the disk'}: {error.strerror}; make room, or write elsewhere with hydra.run.dir=..."
-        )
+        _refuse(f"{error.filename or 'the disk'}: {error.strerror}; {REFUSALS_OF_THE_DISK[error.errno]}")
     except Exception as error:
         if composed or type(error).__module__.startswith("submitit"):
             raise
@@ -170,8 +182,9 @@ def chosen(group: str) -> str:
 
 
 def _remove_if_empty(folder: Path) -> None:
-    if folder.is_dir() and folder != Path.cwd() and not any(folder.iterdir()):
-        folder.rmdir()
+    with suppress(OSError):  # it is not empty, or another process was first, or it is a mount point
+        if folder != Path.cwd():
+            folder.rmdir()
 
 
 def _refuse(sentence: str) -> None:

@@ -20,6 +20,8 @@ from trainer.loggers import WandbConfig
 from trainer.optimizer import OptimizerConfig
 from trainer.precision import PrecisionConfig
 
+LONGEST_TIMEOUT_S = 365 * 24 * 3600
+
 
 @dataclass
 class TrainConfig:
@@ -67,6 +69,8 @@ class TrainConfig:
         for key in ("batch_size", "max_steps", "eval_interval", "eval_tokens", "log_interval", "timeout_s"):
             if getattr(self, key) < 1:
                 raise UserError(f"train.{key}={getattr(self, key)} must be at least 1")
+        if self.timeout_s > LONGEST_TIMEOUT_S:
+            raise UserError(f"train.timeout_s={self.timeout_s} must be at most {LONGEST_TIMEOUT_S}, a year")
         if not 0 <= self.seed < 2**32:
             raise UserError(f"train.seed={self.seed} must be at least 0 and below 2**32")
         if self.grad_accumulation is not None and self.grad_accumulation < 1:
@@ -151,9 +155,9 @@ class Config:
     device: str = "auto"
     """auto (the GPU where there is one), cpu or cuda."""
     parallel: str | None = None
-    """How processes that torchrun or Slurm started train together: ddp (each holds the whole model), fsdp (weights,
-    gradients and moments are split among all) or hsdp (split within a node, alike on every node); none is one process
-    alone. null is ddp with more than one process."""
+    """How processes that torchrun or hydra/launcher=slurm started train together: ddp (each holds the whole model),
+    fsdp (weights, gradients and moments are split among all) or hsdp (split within a node, alike on every node); none
+    is one process alone. null is ddp with more than one process."""
 
 
 @dataclass

@@ -103,6 +103,14 @@ def test_tokens_without_a_folder_are_refused(workplace):
     assert_refused(outcome, ["data.dir", "data.dir=..."], workplace, before)
 
 
+@pytest.mark.parametrize("place", ["taken", "a" * 300])
+def test_a_folder_that_cannot_be_is_refused_in_a_sentence(workplace, place):
+    Path("taken").write_text("a file")
+    before = files_below(workplace)
+    refused = run("train.py", *TINY, f"hydra.run.dir={place}")
+    assert_refused(refused, [place[:5], "name another; outputs go where hydra.run.dir=... says"], workplace, before)
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [

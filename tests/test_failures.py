@@ -134,8 +134,14 @@ def test_too_many_steps_in_a_row_that_are_not_finite_stop_the_run(workplace, mon
     outcome = train("run", "train.max_steps=40", "train.on_nan=skip", "train.log_interval=4", "train.eval_interval=99")
     assert outcome.code == 2 and "the loss was nan and the gradient norm nan at step 22;" in outcome.err
     assert "lower optimizer.lr" in outcome.err and len(outcome.err.splitlines()) == 1
-    again = run("train.py", re.search(r"replay=\S+", outcome.err).group(), "device=cpu").ok()
+    record = Path(re.search(r"replay=(\S+)", outcome.err).group(1))
+    again = run("train.py", f"replay={record}", "device=cpu").ok()
     assert "the batch of step 22 by " in again.out and "step-00000024.pt, flash2 attention" in again.out
+    content = json.loads(record.read_text())
+    content["loader"]["position"] = -5
+    record.write_text(json.dumps(content))
+    refused = run("train.py", f"replay={record}", "device=cpu")
+    assert (refused.code, refused.err.count("is no record of a step")) == (2, 1)
 
 
 def replayed(outcome) -> dict:

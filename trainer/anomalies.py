@@ -87,11 +87,13 @@ def read_record(path: Path) -> State:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         whole = content.keys() >= {"step", "checkpoint", "loader", "scaler", "config"}
+        position = content["loader"]["position"] if whole else None
+        whole = whole and isinstance(position, int) and position >= 0
     except OSError as error:
         raise UserError(
             f"replay={path} cannot be read ({error.strerror}); give a file of a run's replay folder"
         ) from error
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, TypeError, KeyError):
         whole = False
     if not whole:
         raise UserError(f"replay={path} is no record of a step; give a file of a run's replay folder")

@@ -89,7 +89,7 @@ class Checkpoints:
         Raises:
             UserError: the folder holds a whole checkpoint of a later step.
         """
-        later = next((path for path in candidates(self.folder) if _step(path) > step and _is_whole(path)), None)
+        later = next((path for path in _all(self.folder)[::-1] if _step(path) > step and _is_whole(path)), None)
         if later is not None:
             raise UserError(
                 f"{later} is of a later step than the {step} this run starts from; continue it with "
@@ -98,7 +98,7 @@ class Checkpoints:
 
     def before(self, step: int) -> Path | None:
         """The newest from before that step was taken; where there is none the oldest, or None."""
-        found = candidates(self.folder)
+        found = _all(self.folder)[::-1]
         return next((path for path in found if _step(path) < step), found[-1] if found else None)
 
     def path_of(self, step: int) -> Path:
@@ -218,9 +218,12 @@ def _damage(path: Path) -> str | None:
     """What is wrong with a file, by its seal; None where it is as it was written."""
     if not path.is_file():
         return "it is missing"
-    with open(path, "rb") as file:
-        size = max(0, path.stat().st_size - SEAL_SIZE)
-        digest, seal = _digest(file, size), file.read()
+    try:
+        with open(path, "rb") as file:
+            size = max(0, path.stat().st_size - SEAL_SIZE)
+            digest, seal = _digest(file, size), file.read()
+    except OSError as error:
+        return f"it cannot be read: {error.strerror}"
     if not seal.startswith(SEAL):
         return "it does not end in a checksum, so it is cut off or not of this trainer"
     return None if seal == SEAL + digest else "its checksum does not match, so it was damaged"
@@ -250,8 +253,11 @@ def _damage_of_part(path: Path, digest: str | None) -> str | None:
         return "does not belong to it"
     if not path.is_file():
         return "is missing"
-    with open(path, "rb") as file:
-        matches = hashlib.file_digest(file, "sha256").hexdigest() == digest
+    try:
+        with open(path, "rb") as file:
+            matches = hashlib.file_digest(file, "sha256").hexdigest() == digest
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
     return None if matches else "does not match its checksum, so it was damaged"
 
 
@@ -276,13 +282,21 @@ def _step(path: Path) -> int:
 
 
 def candidates(source: str | Path) -> list[Path]:
-    """A checkpoint itself, or those in a folder or in its `checkpoints`, the newest first; none where none is."""
+    """A checkpoint itself, or those in a folder or in its `checkpoints`, the newest first; none where none is.
+
+    best.pt comes last: it may be older than the newest, but is all there is of a run that ended before its first.
+    """
     source = Path(source)
     if source.name == REST:
         source = source.parent
     if source.is_file() or (source / REST).is_file() or (source.is_dir() and NAME.fullmatch(source.name)):
         return [source]
-    return next((found[::-1] for folder in (source, source / "checkpoints") if (found := _all(folder))), [])
+    return next((found for folder in (source, source / "checkpoints") if (found := _kept(folder))), [])
+
+
+def _kept(folder: Path) -> list[Path]:
+    best = folder / "best.pt"
+    return _all(folder)[::-1] + ([best] if best.is_file() else [])
 
 
 def find(source: str | Path) -> Path | None:

@@ -104,15 +104,23 @@ class JsonlLogger(Logger):
         row = {"step": step, "tokens": tokens} | finite
         was_full = bool(self._unwritten)
         self._unwritten += json.dumps(row, allow_nan=False).encode() + b"\n"
+        if (reason := self._write()) and not was_full:
+            self._on_failure(f"{self.path} cannot be written ({reason}); its rows wait until there is room")
+
+    def _write(self) -> str | None:
+        """Writes what is to be written; why the disk refuses."""
         try:
             while self._unwritten:
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
         except OSError as error:
-            if not was_full:
-                self._on_failure(f"{self.path} cannot be written ({error.strerror}); its rows wait until there is room")
+            return error.strerror
+        return None
 
     def close(self, failed: bool = False) -> None:
-        if self._file:
+        if self._file and not self._file.closed:
+            if reason := self._write():
+                rows = self._unwritten.count(b"\n")
+                self._on_failure(f"{self.path} lacks its last {rows} rows ({reason}); make room before the next run")
             self._file.close()
 
 

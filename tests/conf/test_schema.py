@@ -124,6 +124,7 @@ def test_an_unknown_key_or_a_wrong_type_is_refused(override):
         ("precision.name=fp8", "precision.name=fp8 is unknown"),
         ("train.max_steps=0", "train.max_steps=0 must be at least 1"),
         ("train.seed=-1", "train.seed=-1 must be at least 0"),
+        ("train.timeout_s=1000000000000000", "train.timeout_s=1000000000000000 must be at most"),
         ("train.seed=99999999999", "train.seed=99999999999 must be at least 0 and below 2"),
         ("checkpoint.keep=0", "checkpoint.keep=0 must be at least 1"),
         ("wandb.mode=on", "wandb.mode"),

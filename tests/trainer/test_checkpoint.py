@@ -1,3 +1,4 @@
+import errno
 import hashlib
 import os
 import pickle
@@ -20,6 +21,7 @@ from errors import UserError
 from model.attention import AttentionConfig, build_attention
 from model.gpt2 import GPT2, ModelConfig
 from tests.e2e import largest_file
+from trainer import checkpoint
 from trainer.checkpoint import (
     SEAL,
     SEAL_SIZE,
@@ -226,9 +228,29 @@ def test_the_newest_by_step_is_found_in_its_folder_and_in_that_of_its_run(tmp_pa
 
 
 def test_no_checkpoint_is_refused_with_the_setting_to_change(tmp_path):
-    Checkpoints(tmp_path, keep=1).save_best(small())
     with pytest.raises(UserError, match=f"checkpoint.resume={tmp_path} is neither .* give a step-"):
         load(tmp_path, key="checkpoint.resume")
+
+
+def test_the_best_is_continued_where_no_other_is_whole(tmp_path, monkeypatch):
+    """A run killed before its first interval has no other; and it does not count as later than a run that starts."""
+    checkpoints, told = Checkpoints(tmp_path, keep=9), []
+    best = checkpoints.save_best(small(7))
+    assert load(tmp_path)["step"] == 7 and find(tmp_path) == best
+    checkpoints.refuse_later_than(0)
+    first, second = (checkpoints.save(step, small(step)) for step in (10, 20))
+    assert load(tmp_path)["step"] == 20 and checkpoints.before(11) == first
+    first.write_bytes(b"")
+    read = checkpoint._digest
+
+    def fails(file, size):
+        if Path(file.name) == second:
+            raise OSError(errno.EIO, "Input/output error")
+        return read(file, size)
+
+    monkeypatch.setattr(checkpoint, "_digest", fails)
+    assert load(tmp_path, tell=told.append)["step"] == 7
+    assert f"{second} is no readable checkpoint (it cannot be read: Input/output error)" in told[0]
 
 
 @pytest.fixture(scope="module")

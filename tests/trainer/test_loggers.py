@@ -104,6 +104,20 @@ def test_rows_that_a_full_disk_refuses_are_told_once_and_written_later(tmp_path)
     assert [row["step"] for row in rows(log.path)] == [1, 2, 3, 4]
 
 
+def test_rows_still_waiting_at_the_end_are_written_or_told(tmp_path):
+    told = []
+    for name in ("room", "full"):
+        log = JsonlLogger(tmp_path / name, on_failure=told.append)
+        with e2e.largest_file(5):
+            log.log(1, 10, {})
+            log.log(2, 20, {})
+            if name == "full":
+                log.close()
+        log.close()
+    assert [row["step"] for row in rows(tmp_path / "room")] == [1, 2]
+    assert len(told) == 3 and "full lacks its last 2 rows (File too large); make room before the next run" in told[2]
+
+
 # Console
 
 
