@@ -79,39 +79,43 @@ def launch(
             program(typed)
             if started()[0]:  # the outputs are in the first process's folder
                 _remove_if_empty(output_dir())
-        except (UserError, OmegaConfBaseException) as error:
-            _remove_if_empty(output_dir())
-            sentence = explain(error) if isinstance(error, OmegaConfBaseException) else str(error)
-            if not is_sweep():
-                _refuse(sentence)
-            if "SUBMITIT_EXECUTOR" in os.environ:  # the sweep is in another process, which learns it so
-                raise UserError(f"{sentence} (job {job_name()})") from error
-            failed.append(output_dir().name)
-            print(f"error: {sentence} (job {job_name()})", file=sys.stderr)
-        except Exception:
-            if not is_sweep() or "SUBMITIT_EXECUTOR" in os.environ:
+        except Exception as error:
+            sentence, of_slurm = sentence_of(error), "SUBMITIT_EXECUTOR" in os.environ
+            if sentence is None and (of_slurm or not is_sweep()):
                 raise
+            if sentence is not None:
+                _remove_if_empty(output_dir())
+                if not is_sweep():
+                    _refuse(sentence)
+                if of_slurm:  # the sweep is in another process, which learns it so
+                    raise UserError(f"{sentence} (job {job_name()})") from error
             failed.append(output_dir().name)
-            print(f"error: the job {job_name()} broke off:\n{traceback.format_exc()}", file=sys.stderr)
+            name = job_name()
+            told = f"{sentence} (job {name})" if sentence else f"the job {name} broke off:\n{traceback.format_exc()}"
+            print(f"error: {told}", file=sys.stderr)
 
     try:
         job()
-    except (HydraException, OmegaConfBaseException) as error:
-        _refuse(explain(error))
-    except UserError as error:
-        _refuse(str(error))
     except KeyboardInterrupt:
         interrupted()
-    except OSError as error:
-        if error.errno not in REFUSALS_OF_THE_DISK:
-            raise
-        _refuse(f"{error.filename or 'the disk'}: {error.strerror}; {REFUSALS_OF_THE_DISK[error.errno]}")
     except Exception as error:
-        if composed or type(error).__module__.startswith("submitit"):
+        sentence, is_of_slurm = sentence_of(error), type(error).__module__.startswith("submitit")
+        if sentence is None and (composed or isinstance(error, OSError) or is_of_slurm):
             raise
-        _refuse(explain(error))  # of what it cannot compose Hydra lets a ValueError through, and others
+        _refuse(sentence or explain(error))  # of what it cannot compose Hydra lets a ValueError through, and others
     if failed:
         _refuse(f"of the sweep these jobs failed, as told above: {', '.join(failed)}")
+
+
+def sentence_of(error: Exception) -> str | None:
+    """What the user is told of an error that is the user's to mend; None of any other."""
+    if isinstance(error, (HydraException, OmegaConfBaseException)):
+        return explain(error)
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, OSError) and error.errno in REFUSALS_OF_THE_DISK:
+        return f"{error.filename or 'the disk'}: {error.strerror}; {REFUSALS_OF_THE_DISK[error.errno]}"
+    return None
 
 
 class _Program:

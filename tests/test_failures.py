@@ -1,5 +1,6 @@
 """Faults injected into whole runs on a CPU: one clear sentence each, and nothing is lost."""
 
+import errno
 import itertools
 import json
 import math
@@ -15,6 +16,7 @@ from statistics import median
 import pytest
 import torch
 
+from data import tokens
 from model.gpt2 import GPT2, Block
 from tests.e2e import TINY, at_call, curve, largest_file, load, rows, run, start, train
 from trainer import checkpoint
@@ -66,6 +68,17 @@ def test_run_does_not_end_well_without_its_last_checkpoint(workplace, monkeypatc
     fill_disk_at(monkeypatch, "step-00000020.pt")
     outcome = train("run", *EACH_5, "checkpoint.on_error=continue")
     assert outcome.code == 2 and outcome.err.startswith("error: kept/step-00000020.pt could not be written")
+
+
+def test_a_file_that_cannot_be_read_is_told_in_one_sentence(workplace, monkeypatch):
+    def refuses(*args):
+        raise PermissionError(errno.EACCES, "Permission denied", "tokens/train.bin")
+
+    monkeypatch.setattr(tokens, "open_tokens", refuses)
+    outcome = train("run")
+    remedy = "see to its permissions, or name another; outputs go where hydra.run.dir=... says"
+    assert (outcome.code, outcome.err) == (2, f"error: tokens/train.bin: Permission denied; {remedy}\n")
+    assert not Path("run").exists() or os.listdir("run") == []
 
 
 def test_damaged_checkpoint_is_passed_over_by_the_run_that_resumes(workplace):
