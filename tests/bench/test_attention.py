@@ -12,6 +12,7 @@ from errors import UserError
 from kernels.flash2 import flash2
 from kernels.standard import standard_attention
 from tests.bench.stopwatch import TINY, Stopwatch, made_up_rows, measure
+from tests.e2e import ROOT
 
 SHAPE = ["batch", "heads", "kv_heads", "seq_len", "head_dim", "causal", "dtype"]
 KEYS = ["variant", "pass", *SHAPE, "ms", "ms_p20", "ms_p80", "tflops", "peak_mib", "error", "status", "message"]
@@ -94,7 +95,7 @@ def test_charts_of_no_file_are_refused(monkeypatch, capsys, tmp_path):
         call_main(monkeypatch, "--draw", cut)
     assert "cut.json is no results file of bench" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        call_main(monkeypatch, "--draw", "bench/results/h200/sparsity.json")
+        call_main(monkeypatch, "--draw", ROOT / "bench" / "results" / "h200" / "sparsity.json")
     assert "sparsity.json is of another benchmark" in capsys.readouterr().err
 
 
