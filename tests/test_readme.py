@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.report.readme import README, RESULTS, fill, parity_picture, stale_files
+from bench.report.readme import README, RESULTS, fill, linear_times, parity_picture, stale_files
 from errors import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -41,6 +41,26 @@ def test_pictures_and_pages_are_those_of_the_results(tmp_path):
     assert stale_files(tmp_path) == ["paper-gpt2.png", "paper-gpt2.svg", "paper-scaling.svg", "paper-gpt2.md"]
     (folder / "paper-blocks.svg").unlink()
     assert stale_files(tmp_path)[0] == "paper-blocks.svg"
+
+
+def test_times_on_a_line_are_told_as_that_line():
+    """1 + 10 x kept, but for a butterfly of twice that."""
+    shares = {"all blocks": 1.0, "1 in 2": 0.5, "1 in 4": 0.25, "window 8": 0.8, "window 4": 0.4, "butterfly": 0.1}
+    rows = [
+        {
+            "pattern": name,
+            "kept": kept,
+            "head_dim": head_dim,
+            "pass": pass_,
+            "ms": (1 + 10 * kept) * (1 + (kept == 0.1)),
+        }
+        for name, kept in shares.items()
+        for head_dim in (64, 128)
+        for pass_ in ("forward", "both")
+    ]
+    told = linear_times(rows)
+    assert told.count("1.00 + 10.00 kept") == 8 and "than 1 %" in told
+    assert re.search(r"takes (2.0\d, ){3}2.0\d times", told)
 
 
 @pytest.mark.parametrize("content", ["", '{"rows": [', "[]", '{"environment": {}, "rows": []}'])

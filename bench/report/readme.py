@@ -1,5 +1,6 @@
 """Tables and pictures of the README, made from bench/results: python -m bench.report --readme [--check]."""
 
+import itertools
 import math
 import re
 from functools import partial
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import matplotlib
 import matplotlib.pyplot as plt
+import numpy as np
 
 from bench import charts
 from bench.environment import ROOT, read_results
@@ -154,7 +156,32 @@ def sparsity_table(results: Path) -> str:
         lines.append(f"| {pattern} | {cells['kept']:.1%} | {1 / cells['kept']:.2f} | {times} |")
     measured = f"{where['gpu']} (torch {where['torch']}, Triton {where['triton']}, commit {where['commit'][:12]})"
     compared = f"Causal, {cells['seq_len']:,} tokens, lists beside that of all blocks, windows beside that of all keys"
-    return "\n".join([*lines, "", f"{compared}; one {measured}."])
+    return "\n".join([*lines, "", f"{compared}; one {measured}. {linear_times(file['sparsity'])}"])
+
+
+def linear_times(rows: list[dict]) -> str:
+    """The milliseconds as a + b x kept, by least squares of the relative errors, and how far the rows are from that.
+
+    And the butterfly's, beside what a list drawn at random would take.
+    """
+    groups = {"lists drawn at random": ("all blocks", "1 in"), "windows": ("window",)}
+    texts, worst, of_butterfly = [], 0.0, []
+    for name, patterns in groups.items():
+        fits = []
+        for head_dim, pass_ in itertools.product((64, 128), ("forward", "both")):
+            column = [row for row in rows if (row["head_dim"], row["pass"]) == (head_dim, pass_)]
+            chosen = [row for row in column if row["pattern"].startswith(patterns)]
+            kept, ms = (np.array([row[key] for row in chosen]) for key in ("kept", "ms"))
+            a, b = np.linalg.lstsq(np.stack([1 / ms, kept / ms], 1), np.ones_like(ms), rcond=None)[0]
+            worst = max(worst, *abs((a + b * kept) / ms - 1))
+            fits.append(f"{a:.2f} + {b:.2f} kept")
+            if "1 in" in patterns:
+                row = next(row for row in column if row["pattern"] == "butterfly")
+                of_butterfly.append(f"{math.ceil(100 * row['ms'] / (a + b * row['kept'])) / 100:.2f}")
+        texts.append(f"{', '.join(fits)} ({name})")
+    by = "Milliseconds by the share kept, column by column, by least squares of the relative errors"
+    beside = f"The butterfly takes {', '.join(of_butterfly)} times what such a list of its size would"
+    return f"{by}: {'; '.join(texts)}; no row is further from that than {math.ceil(100 * worst)} %. {beside}."
 
 
 def paper_table(results: Path, name: str) -> str:
