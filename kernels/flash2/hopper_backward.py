@@ -363,7 +363,7 @@ def _consumer(
         barrier()
         if t > 0:  # all warps are past dK of the tile before
             mbarrier.arrive(q_empty.index((t - 1) % QS), count=1)
-        if FUSED and HELD:
+        if HELD:
             dq = gl.zeros([D0, M], gl.float32, QTL)
             dq = warpgroup_mma(a_kt, ds_s, dq, use_acc=False, is_async=True)
         elif FUSED:

@@ -121,8 +121,7 @@ def assembler_report(compiled) -> dict:
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     spills = [int(n) for n in re.findall(r"(\d+) bytes spill", said)]
     assert spills, said
-    lost = lost_operands(disassembled(compiled)) if "wgmma" in compiled.asm["ptx"] else []
-    return {"spilled": sum(spills), "serialised": "wgmma" in said and "serialized" in said, "lost": lost}
+    return {"spilled": sum(spills), "serialised": "wgmma" in said and "serialized" in said}
 
 
 def disassembled(compiled) -> str:
@@ -205,7 +204,8 @@ def compile_specialised(job: tuple) -> list[dict]:
     named = {kernel.arg_names[key[0]] if isinstance(key, tuple) else key: x for key, x in constants.items()}
     assert (named["CAUSAL"], named["DROPOUT"]) == (causal, dropout), job
     compiled = compile_gluon(kernel, signature, constants, options)
-    return [report("sm_90", compiled, specialised=job)]
+    row = report("sm_90", compiled, specialised=job)
+    return [row | {"lost": lost_operands(disassembled(compiled))} if pass_ == "backward" else row]
 
 
 def compile_gluon(kernel, signature: dict, constants: dict, options: dict, sizes: tuple[str, ...] = ()):
