@@ -6,7 +6,7 @@ B batch, T query length, S key length, H query heads, G key/value heads, D head 
 import torch
 from torch import Tensor
 
-from kernels.flash2.blocks import BLOCK
+from kernels.flash2.blocks import BLOCK, HEADER
 
 NEG_INF = float("-inf")
 
@@ -34,7 +34,7 @@ class Visibility:
         self, q: Tensor, k: Tensor, documents: Tensor | None, blocks: Tensor | None, causal: bool, window: int
     ):
         seq_q, seq_k = q.shape[1], k.shape[1]
-        self.kept = None if blocks is None else [row[2 : 2 + row[1]] for row in blocks[0].tolist()]
+        self.kept = None if blocks is None else [row[HEADER : HEADER + row[3]] for row in blocks.tolist()]
         own = torch.arange(seq_q, device=q.device)[None] + seq_k - seq_q  # the key at a query's own place
         self.first, self.end = torch.zeros_like(own), torch.full_like(own, seq_k)
         if documents is not None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.dropout import threshold
-from kernels.flash2.blocks import BLOCK
+from kernels.flash2.blocks import BLOCK, HEADER
 from kernels.flash2.options import Options
 from kernels.flash2.tiles import (
     SpecialisedBackward,
@@ -22,7 +22,13 @@ from kernels.flash2.tiles import (
     specialised_for,
     tiles_for,
 )
-from kernels.flash2.triton_kernels import delta_kernel, forward_kernel, key_gradient_kernel, query_gradient_kernel
+from kernels.flash2.triton_kernels import (
+    add_pieces_kernel,
+    delta_kernel,
+    forward_kernel,
+    key_gradient_kernel,
+    query_gradient_kernel,
+)
 from kernels.launcher import (
     arch_of,
     are_aligned,
@@ -231,10 +237,10 @@ def _plain_backward_into(
     tma = uses_tma(q, k, v, dout)
     key, read_strides, sizes = (q.dtype, q.device), strides(q, k, v, dout), _sizes(q.shape, k.shape, options)
 
-    def run(kernel, tile: Tile, programs: int, outputs: tuple, *extra_constants) -> None:
+    def run(kernel, tile: Tile, programs: int, outputs: tuple, extra_numbers=(), extra_constants=()) -> None:
         reads = _read(q, tile.m, tma), _read(k, tile.n, tma), _read(v, tile.n, tma), _read(dout, tile.m, tma)
         tensors = *reads, logsumexp, delta, *outputs, *options[:3]
-        numbers = *read_strides, *strides(outputs[0]), *sizes
+        numbers = *read_strides, *strides(outputs[0]), *sizes, *extra_numbers
         constants = *_constants(tile, head_dim, options, not q.is_cuda, tma), *extra_constants
         launch(kernel, key, programs, tensors, numbers, constants, num_warps=tile.warps, num_stages=tile.stages)
 
@@ -245,10 +251,28 @@ def _plain_backward_into(
             numbers = *strides(out, dout), heads, seq_q, 1 - options.dropout_p
             programs = batch * heads * -(-seq_q // rows)
             launch(delta_kernel, key, programs, (out, dout, dlogsumexp, delta), numbers, constants, num_warps=4)
-            tile = tiles.key_gradient
-            programs = batch * kv_heads * -(-seq_k // tile.n)
-            ends_inside = seq_q % (tile.m if options.blocks is None else BLOCK) != 0
-            run(key_gradient_kernel, tile, programs, (dk, dv), ends_inside)
+            tile, key_lists, early, pieces = tiles.key_gradient, 0, 0, None
+            programs, step = batch * kv_heads * -(-seq_k // tile.n), tile.m
+            if options.blocks is not None:
+                key_lists, early = _lists_of_keys(options.blocks)
+                programs, step = batch * kv_heads * key_lists * (BLOCK // tile.n), BLOCK
+                pieces = logsumexp.new_empty((2, early, batch * kv_heads, BLOCK, padded_head_dim(head_dim)))
+            run(key_gradient_kernel, tile, programs, (dk, dv, pieces), (key_lists, early), (seq_q % step != 0,))
+            if early:
+                tensors, numbers = (pieces, dk, dv, options.blocks), (*strides(dk), kv_heads, seq_k, early)
+                constants = rows, head_dim, padded_head_dim(head_dim), not q.is_cuda
+                programs = early * batch * kv_heads * (BLOCK // rows)
+                launch(add_pieces_kernel, key, programs, tensors, numbers, constants, num_warps=4)
         tile = tiles.query_gradient
         programs = batch * heads * -(-seq_q // tile.m)
         run(query_gradient_kernel, tile, programs, (dq,))
+
+
+def _lists_of_keys(blocks: Tensor) -> tuple[int, int]:
+    """How many rows blocks.listed has for keys, and how many of them, the first, to start before all others.
+
+    Among these are all rows of lists in several: of such a list there are at most two for each beyond one.
+    """
+    n = blocks.shape[1] - HEADER
+    key_lists = len(blocks) - n
+    return key_lists, min(2 * (key_lists - n), key_lists)

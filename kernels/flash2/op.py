@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from kernels import dropout
 from kernels.checks import check_inputs, readable
 from kernels.documents import document_bounds
-from kernels.flash2.blocks import BLOCK, Listed
+from kernels.flash2.blocks import BLOCK, HEADER, Listed
 from kernels.flash2.options import Options
 from kernels.operators import implement, implementation
 
@@ -198,9 +198,11 @@ def _check_blocks(q: Tensor, k: Tensor, causal: bool, documents: bool, window: i
     if q.shape[1] != k.shape[1] or window is not None:
         raise ValueError("blocks are for as many queries as keys and go with no window; use attention=flash2 without")
     n, lists = -(-q.shape[1] // BLOCK), blocks.lists
-    if lists.shape != (2, n, 2 + n) or lists.dtype != torch.int32 or not lists.is_contiguous():
+    rows = lists.shape[0] if lists.ndim == 2 and lists.dtype == torch.int32 and lists.is_contiguous() else 0
+    if rows < 2 * n or lists.shape[1] != HEADER + n:
         raise ValueError(
-            f"blocks for {q.shape[1]} tokens are {(2, n, 2 + n)} int32, contiguous, not {tuple(lists.shape)}"
+            f"blocks for {q.shape[1]} tokens are ({2 * n} or more, {HEADER + n}) int32, contiguous, "
+            f"not {tuple(lists.shape)}"
         )
     if lists.device != q.device:
         raise ValueError(f"blocks are on {lists.device}, and q on {q.device}; they must share a device")

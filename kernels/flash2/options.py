@@ -13,7 +13,7 @@ class Options(NamedTuple):
     documents: Tensor | None = None
     """(B, 2, T) int32: where the document of each token starts and ends in its sequence; None where all is one."""
     blocks: Tensor | None = None
-    """(2, n, 2 + n) int32: the blocks of queries and keys to compute, as blocks.listed gives them; None for all."""
+    """(2 n or more, 4 + n) int32: the blocks of queries and keys to compute, by blocks.listed; None for all."""
     causal: bool = False
     """Query i sees the keys up to i + seq_k - seq_q."""
     window: int = 0

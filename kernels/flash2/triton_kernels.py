@@ -28,6 +28,7 @@ from kernels.head_rows import (
 from kernels.rounding import to
 
 BLOCK: tl.constexpr = tl.constexpr(blocks.BLOCK)
+HEADER: tl.constexpr = tl.constexpr(blocks.HEADER)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 LN_2_REST: tl.constexpr = tl.constexpr(7.348693098485626e-09)
 """1 / LOG2_E - LN_2, with both as fp32 holds them: their product is not quite 1."""
@@ -43,34 +44,42 @@ def natural_logsumexp(m, l):
 
 
 @triton.jit
-def _kept_blocks(blocks, side, start, seq_len, BLOCKS: tl.constexpr):
-    """Of the block of queries (side 0) or keys (side 1) that `start` is in: a pointer to the list of blocks it is
-    paired with, how many rows the list's first part has, and how many all of it; see blocks.py. Nothing of use without
-    BLOCKS."""
-    if BLOCKS:
-        n = tl.cdiv(seq_len, BLOCK)
-        p_list = blocks + (side * n + start // BLOCK) * (n + 2)
-        return p_list + 2, tl.load(p_list) * BLOCK, tl.load(p_list + 1) * BLOCK
-    else:
-        return start, start, start
+def _row_of_blocks(blocks, row, seq_len):
+    """A pointer to that row of what blocks.listed gives."""
+    return blocks + tl.cast(row, tl.int64) * (tl.cdiv(seq_len, BLOCK) + HEADER)
 
 
 @triton.jit
-def _place_of_keys(tiles, N: tl.constexpr, BLOCKS: tl.constexpr):
-    """This program's batch and key/value head, in one number, and its first key.
+def _kept_blocks(blocks, row, seq_len, BLOCKS: tl.constexpr):
+    """Of a row of blocks.listed: a pointer to its list, and how many queries or keys the list's first part has, and how
+    many all of it. Nothing of use without BLOCKS."""
+    if BLOCKS:
+        p_row = _row_of_blocks(blocks, row, seq_len)
+        return p_row + HEADER, tl.load(p_row + 2) * BLOCK, tl.load(p_row + 3) * BLOCK
+    else:
+        return row, row, row
 
-    Head by head, whose queries then stay in the L2 cache. With BLOCKS the first block of keys, which butterflies and
-    other patterns show to all queries, comes first in all heads: started last, it would end long after the others.
+
+@triton.jit
+def _place_of_keys(blocks, key_lists, early, seq_k, N: tl.constexpr, BLOCKS: tl.constexpr):
+    """This program's batch and key/value head, in one number; its first key; and with BLOCKS the row of its list.
+
+    Head by head, whose queries then stay in the L2 cache; but `early` lists, the longest, come first in all heads:
+    started last, they would end long after the others.
     """
     program = tl.program_id(0)
-    bg, tile = program // tiles, program % tiles
     if BLOCKS:
-        early = tl.minimum(BLOCK // N, tiles)
-        rest = tl.maximum(tiles - early, 1)
-        later = program - tl.num_programs(0) // tiles * early
-        bg = tl.where(later < 0, program // early, later // rest)
-        tile = tl.where(later < 0, program % early, early + later % rest)
-    return bg, tile * N
+        tiles: tl.constexpr = BLOCK // N
+        first, rest = tl.maximum(early * tiles, 1), tl.maximum((key_lists - early) * tiles, 1)
+        later = program - tl.num_programs(0) // key_lists * early
+        bg = tl.where(later < 0, program // first, later // rest)
+        tile = tl.where(later < 0, program % first, early * tiles + later % rest)
+        row = tl.cdiv(seq_k, BLOCK) + tile // tiles
+        block = tl.load(_row_of_blocks(blocks, row, seq_k))
+        return bg, block * BLOCK + tile % tiles * N, row
+    else:
+        tiles = tl.cdiv(seq_k, N)
+        return program // tiles, program % tiles * N, program
 
 
 @triton.jit
@@ -216,7 +225,7 @@ def forward_kernel(
     full_start, stop = keys_of(last, documents, batch, offset, seq_q, seq_k, window, CAUSAL, WINDOW, DOCUMENTS)
     first, end = keys_of(i + o_m, documents, batch, offset, seq_q, seq_k, window, CAUSAL, WINDOW, DOCUMENTS)
     # fmt: on
-    p_list, whole, kept = _kept_blocks(blocks, 0, i, seq_q, BLOCKS)
+    p_list, whole, kept = _kept_blocks(blocks, i // BLOCK, seq_q, BLOCKS)
     if BLOCKS:
         start, full_start, full, stop = 0, 0, whole, kept
     p_of_queries, p_of_keys = numbers_of_head(numbers, bh, seq_q, seq_k, DROPOUT)
@@ -374,6 +383,7 @@ def key_gradient_kernel(
     delta,
     dk,
     dv,
+    pieces,
     numbers,
     documents,
     blocks,
@@ -400,6 +410,8 @@ def key_gradient_kernel(
     scale,
     threshold,
     keep_scale,
+    key_lists,
+    early,
     M: tl.constexpr,
     N: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -417,10 +429,12 @@ def key_gradient_kernel(
 
     dk and dv share their strides (B, seq_k, heads / groups, HEAD_DIM). BOUNDED says that seq_q is no multiple of M.
     Grid: B * (heads / groups) * cdiv(seq_k, N) on axis 0; causal keys are longest at the start, as launched.
+
+    With BLOCKS, for each of the key_lists rows that blocks.listed has for keys there are BLOCK / N programs instead. Of
+    a list in several rows, among the first `early` ones, what each gives goes to pieces, for add_pieces_kernel.
     """
-    tiles = tl.cdiv(seq_k, N)
     kv_heads = heads // groups
-    bg, j = _place_of_keys(tiles, N, BLOCKS)
+    bg, j, row = _place_of_keys(blocks, key_lists, early, seq_k, N, BLOCKS)
     batch, kv_head = bg // kv_heads, bg % kv_heads
     offset = seq_k - seq_q
     o_n = tl.arange(0, N)
@@ -436,7 +450,7 @@ def key_gradient_kernel(
     full_start, stop = queries_of(last, documents, batch, offset, seq_q, seq_k, window, CAUSAL, WINDOW, DOCUMENTS)
     first, end = queries_of(j + o_n, documents, batch, offset, seq_q, seq_k, window, CAUSAL, WINDOW, DOCUMENTS)
     # fmt: on
-    p_list, partial, kept = _kept_blocks(blocks, 1, j, seq_k, BLOCKS)
+    p_list, partial, kept = _kept_blocks(blocks, row, seq_k, BLOCKS)
     if BLOCKS:
         start, full_start, full, stop = 0, partial, kept, kept
     start, full_start = tl.maximum(start, 0) // M * M, tl.cdiv(tl.maximum(full_start, 0), M) * M
@@ -472,18 +486,67 @@ def key_gradient_kernel(
                 threshold, M, HEAD_DIM, D, BANDED, BLOCKS, DROPOUT, UPCAST, TMA, BOUNDED, True,
             )
         # fmt: on
-    store_rows(
-        head_of(dk, batch, kv_head, sdk_b, sdk_h),
-        sdk_t,
-        j,
-        seq_k,
-        o_n,
-        b_dk * (scale * keep_scale),
-        HEAD_DIM,
-        D,
-        UPCAST,
-    )
-    store_rows(head_of(dv, batch, kv_head, sdk_b, sdk_h), sdk_t, j, seq_k, o_n, b_dv * keep_scale, HEAD_DIM, D, UPCAST)
+    b_dk, b_dv = b_dk * (scale * keep_scale), b_dv * keep_scale
+    stored = seq_k
+    if BLOCKS:
+        whole = tl.load(_row_of_blocks(blocks, row, seq_k) + 1) == 1
+        stored = tl.where(whole, seq_k, 0)
+        if not whole:
+            all_heads = tl.num_programs(0) // (key_lists * (BLOCK // N))
+            p_dk = _rows_of_piece(pieces, row - tl.cdiv(seq_k, BLOCK), bg, all_heads, j % BLOCK, N, D)
+            tl.store(p_dk, b_dk)
+            tl.store(p_dk + tl.cast(early, tl.int64) * all_heads * (BLOCK * D), b_dv)
+    p_dk, p_dv = head_of(dk, batch, kv_head, sdk_b, sdk_h), head_of(dv, batch, kv_head, sdk_b, sdk_h)
+    store_rows(p_dk, sdk_t, j, stored, o_n, b_dk, HEAD_DIM, D, UPCAST)
+    store_rows(p_dv, sdk_t, j, stored, o_n, b_dv, HEAD_DIM, D, UPCAST)
+
+
+@triton.jit
+def _rows_of_piece(pieces, row, bg, all_heads, start, ROWS: tl.constexpr, D: tl.constexpr):
+    """Pointers to ROWS keys from `start` of one head's dK in a piece: pieces are (2, early, all_heads, BLOCK, D)."""
+    o_rows, o_d = tl.arange(0, ROWS), tl.arange(0, D)
+    first = ((tl.cast(row, tl.int64) * all_heads + bg) * BLOCK + start) * D
+    return pieces + first + o_rows[:, None] * D + o_d[None, :]
+
+
+@triton.jit
+def add_pieces_kernel(
+    pieces,
+    dk,
+    dv,
+    blocks,
+    sdk_b,
+    sdk_t,
+    sdk_h,
+    kv_heads,
+    seq_k,
+    early,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """dK and dV of the keys whose lists are in several rows: the sums of their pieces, in order, so that their bits are
+    the same each time. pieces (2, early, B * kv_heads, BLOCK, D) are fp32.
+    Grid: early * B * kv_heads * BLOCK / ROWS on axis 0.
+    """
+    tiles: tl.constexpr = BLOCK // ROWS
+    all_heads = tl.num_programs(0) // (early * tiles)
+    place, start = tl.program_id(0) // tiles, tl.program_id(0) % tiles * ROWS
+    row, bg = place // all_heads, place % all_heads
+    p_row = _row_of_blocks(blocks, tl.cdiv(seq_k, BLOCK) + row, seq_k)
+    count = tl.load(p_row + 1)
+    if count > 1:
+        b_dk, b_dv = tl.zeros([ROWS, D], tl.float32), tl.zeros([ROWS, D], tl.float32)
+        for piece in range(row, row + count):
+            p_dk = _rows_of_piece(pieces, piece, bg, all_heads, start, ROWS, D)
+            b_dk += tl.load(p_dk)
+            b_dv += tl.load(p_dk + tl.cast(early, tl.int64) * all_heads * (BLOCK * D))
+        batch, kv_head, o_rows = bg // kv_heads, bg % kv_heads, tl.arange(0, ROWS)
+        start += tl.load(p_row) * BLOCK
+        p_dk, p_dv = head_of(dk, batch, kv_head, sdk_b, sdk_h), head_of(dv, batch, kv_head, sdk_b, sdk_h)
+        store_rows(p_dk, sdk_t, start, seq_k, o_rows, b_dk, HEAD_DIM, D, UPCAST)
+        store_rows(p_dv, sdk_t, start, seq_k, o_rows, b_dv, HEAD_DIM, D, UPCAST)
 
 
 @triton.jit
@@ -616,7 +679,7 @@ def query_gradient_kernel(
     full_start, stop = keys_of(last, documents, batch, offset, seq_q, seq_k, window, CAUSAL, WINDOW, DOCUMENTS)
     first, end = keys_of(i + o_m, documents, batch, offset, seq_q, seq_k, window, CAUSAL, WINDOW, DOCUMENTS)
     # fmt: on
-    p_list, whole, kept = _kept_blocks(blocks, 0, i, seq_q, BLOCKS)
+    p_list, whole, kept = _kept_blocks(blocks, i // BLOCK, seq_q, BLOCKS)
     if BLOCKS:
         start, full_start, full, stop = 0, 0, whole, kept
     p_of_queries, p_of_keys = numbers_of_head(numbers, bh, seq_q, seq_k, DROPOUT)

@@ -24,7 +24,7 @@ from kernels.flash1 import launch as flash1_launch
 from kernels.flash1 import triton_kernels as flash1
 from kernels.flash2 import hopper_backward, hopper_forward, launch, triton_kernels
 from kernels.flash2.options import Options
-from kernels.flash2.tiles import SPECIALISED, read_table, tiles_for
+from kernels.flash2.tiles import SPECIALISED, Tile, read_table, tiles_for
 from kernels.fused_softmax import triton_kernels as softmax
 from kernels.fused_softmax.op import LONGEST_ROW
 from kernels.gelu import hopper as hopper_gelu
@@ -58,6 +58,7 @@ POINTER_TYPES = {
     "numbers": "*i32",
     "documents": "*i32",
     "blocks": "*i32",
+    "pieces": "*fp32",
     "l": "*fp32",
     "m": "*fp32",
 }
@@ -67,7 +68,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 def signature(kernel, constants: dict, dtype: str) -> dict[str, str]:
     """Types of a kernel's arguments, told by their names: sizes and strides are i32, tensors have the data's dtype."""
     floats = {"scale", "keep_scale"}
-    integers = {"heads", "groups", "seq_q", "seq_k", "window", "threshold"}
+    integers = {"heads", "groups", "kv_heads", "seq_q", "seq_k", "window", "threshold", "key_lists", "early"}
     types = {}
     for name in kernel.arg_names:
         if name in constants:
@@ -183,6 +184,9 @@ def compile_baselines(target: str) -> list[dict]:
     for name, kernel, constants, tile in variants(target, 64, "bf16", True, False, blocks=True):
         compiled = compile_kernel(kernel, constants, tile, "bf16", TARGETS[target])
         rows.append(report(target, compiled, baseline=f"block_sparse {name}"))
+    constants = {"ROWS": 64, "HEAD_DIM": 80, "D": 128, "UPCAST": False}
+    compiled = compile_kernel(triton_kernels.add_pieces_kernel, constants, Tile(0, 0, 4, 1), "bf16", TARGETS[target])
+    rows.append(report(target, compiled, baseline="block_sparse add_pieces"))
     names = ("M", "N", "HEAD_DIM", "D", "CAUSAL", "DOCUMENTS", "DROPOUT", "UPCAST")
     for head_dim, dtype in shapes:
         for name, tile in flash1_launch.tiles_for(head_dim, DTYPES[dtype])._asdict().items():
