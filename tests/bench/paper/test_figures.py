@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -27,7 +28,7 @@ from bench.paper.config import PaperConfig
 from bench.rows import empty_row
 from bench.timing import Cpu
 from data.loader import IGNORED
-from kernels.flash2.tiles import Tile, Tiles
+from kernels.flash2.tiles import Tile, Tiles, tiles_for
 from model.attention import AttentionConfig
 from model.gpt2 import ModelConfig
 from tests.bench.stopwatch import TINY
@@ -185,6 +186,15 @@ def test_what_is_left_out_is_not_moved(monkeypatch):
 def test_a_butterfly_keeps_blocks_whatever_the_tiles_are():
     """Of four blocks of queries these of keys: 0; 0 and 1; 0 and 2; all, 0 since the first is everybody's: 9 of 16."""
     assert io.share_of("block_sparse", 512, 64, 32) == 9 / 16
+
+
+def test_pieces_of_a_long_list_are_moved_too():
+    """32 blocks of keys: the first, which all queries see, has its list in two rows, at 16 bytes a piece for every
+    element of 128 x 2, and 4 for K and V read once more."""
+    tiles = tiles_for("sm_90", 2, torch.bfloat16, True, "4096")
+    whole = io.plain_moves(4096, 2, tiles, partial(io.share_of, "block_sparse", 4096))
+    moved = io.sparse_moves("block_sparse", 4096, 2, "sm_90")
+    assert moved["forward"] == whole["forward"] and moved["backward"] == whole["backward"] + (2 * 16 + 4) * 256
 
 
 NCU = """==PROF== Connected to process 7 (/usr/bin/python3)
