@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import subprocess
+from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 
@@ -55,6 +56,21 @@ def check_same(then: dict, now: dict, file: Path, remedy: str, any_commit: bool 
     for key in ("gpu", "driver", "torch", "triton", *([] if any_commit else ["commit"])):
         if then[key] != now[key]:
             raise UserError(f"{file} has {key} {then[key]}, not {now[key]}; {remedy}")
+
+
+def begin(out: Path | None, add: bool, again: Callable[[dict], bool]) -> dict:
+    """Results without rows; or to `add` to, with those that the file has but are not to be measured `again`, each of
+    which tells its commit: only rows that are measured together are ever compared.
+
+    Raises:
+        UserError: they were measured on another machine or with other versions, or cannot be read.
+    """
+    here = environment()
+    if not (add and out and out.is_file()):
+        return {"environment": here, "rows": []}
+    results = read_results(out)
+    check_same(results["environment"], here, out, "without --add all is measured anew", any_commit=True)
+    return results | {"environment": here, "rows": [row for row in results["rows"] if not again(row)]}
 
 
 def _output(command: list[str]) -> str:

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.attention import output_file, positive, results_folder, write
-from bench.environment import ROOT, environment
+from bench.environment import ROOT, begin
 from bench.trainers import DTYPE, Cell, Job, Trainer, ours
 from errors import UserError, refusing
 from trainer.checkpoint import CheckpointConfig
@@ -156,11 +156,16 @@ def cause(stderr: str) -> str:
     return (lines or ["no error was named"])[0]
 
 
+def is_of(row: dict, scaling: Scaling) -> bool:
+    """Whether a row is of that cell."""
+    cell = scaling.cell
+    return (row["model"], row["context_length"], row["parallel"]) == (cell.model, cell.context_length, scaling.parallel)
+
+
 def add_linear(rows: list[dict]) -> None:
-    """Completes rows with their speed over that of one GPU times their GPUs, where one GPU was measured."""
-    alone = {(row["model"], row["parallel"]): row["tokens_per_second"] for row in rows if row["gpus"] == 1}
+    """Completes the rows of a cell with their speed over that of one GPU times their GPUs, where that was measured."""
+    one = next((row["tokens_per_second"] for row in rows if row["gpus"] == 1), None)
     for row in rows:
-        one = alone.get((row["model"], row["parallel"]))
         row["linear"] = row["tokens_per_second"] / (row["gpus"] * one) if one and row["tokens_per_second"] else None
 
 
@@ -189,6 +194,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--gpus", default="1,2,4,8", help="how many, separated by commas (1,2,4,8)")
     add("--steps", type=positive, default=10, help="of a sample (10)")
     add("--rounds", type=positive, default=5, help="samples of a row (5)")
+    add(
+        "--add", action="store_true", help="keep the rows of other cells that the file has, whatever commit they are of"
+    )
     add("--checkpoints", type=Path, metavar="FOLDER", help="save one checkpoint a row there, and time it")
     add("--device", default="cuda", help="cpu tries everything out without a GPU")
     add("--gpu", help="folder under bench/results; by default made of the device's name and the most GPUs: h200x8")
@@ -220,14 +228,17 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.device == "cuda" and max(counts) > torch.cuda.device_count():
         raise UserError(f"--gpus {max(counts)}, but torch sees {torch.cuda.device_count()} GPUs here; ask for fewer")
     out = arguments.out or scaling_folder(arguments.gpu, max(counts)) / "scaling.json"
-    results = {"environment": environment(), "rows": []}
+    results = begin(out, arguments.add, lambda row: any(is_of(row, CELLS[name]) for name in names))
+    commit = {"commit": results["environment"]["commit"]}
     for name in names:
+        rows = []
         for gpus in counts:
-            results["rows"].append(row := row_of(CELLS[name], gpus, arguments))
-            add_linear(results["rows"])
-            write(out, results)
+            rows.append(row := row_of(CELLS[name], gpus, arguments) | commit)
+            add_linear(rows)
+            write(out, results | {"rows": [*results["rows"], *rows]})
             speed = f"{row['tokens_per_second']:,.0f} tokens/s" if row["status"] == "ok" else row["message"]
             print(f"{name} on {gpus}: {row['status']}, {speed}", flush=True)
+        results["rows"] += rows
     show(results["rows"])
     print(f"written to {out}")
 

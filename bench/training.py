@@ -25,7 +25,7 @@ from rich.table import Table
 from bench import floor
 from bench.attention import output_file, positive, results_folder, write
 from bench.breakdown import breakdown
-from bench.environment import ROOT, check_same, environment, read_results
+from bench.environment import ROOT, begin
 from bench.steps import Contender, alternate, search
 from bench.timing import Gpu
 from bench.trainers import Cell, Job, Trainer, huggingface, load_nanogpt, nanogpt, ours
@@ -147,22 +147,9 @@ def first_steps(arguments: argparse.Namespace) -> dict[str, float]:
     return seconds
 
 
-def begin(out: Path | None, add: bool, cells: list[Cell]) -> dict:
-    """Results without rows, or with those that the file has of other cells, each of which tells its commit: only the
-    rows of one cell are ever compared.
-
-    Raises:
-        UserError: they were measured on another machine or with other versions, or cannot be read.
-    """
-    here = environment()
-    if not (add and out and out.is_file()):
-        return {"environment": here, "rows": []}
-    results = read_results(out)
-    check_same(results["environment"], here, out, "without --add all is measured anew", any_commit=True)
-    results["environment"] = here
-    again = {(cell.model, cell.context_length) for cell in cells}
-    results["rows"] = [row for row in results["rows"] if (row["model"], row["context_length"]) not in again]
-    return results
+def is_of(row: dict, cells: list[Cell]) -> bool:
+    """Whether a row is of one of the cells, by whatever trainer and at whatever micro-batch."""
+    return (row["model"], row["context_length"]) in {(cell.model, cell.context_length) for cell in cells}
 
 
 def ratios(rows: list[dict]) -> str:
@@ -269,7 +256,8 @@ def run(arguments: argparse.Namespace) -> None:
     torch.backends.cuda.matmul.allow_tf32 = True  # as nanoGPT sets it
     torch._dynamo.config.automatic_dynamic_shapes = False  # each micro-batch is compiled for itself
     torch._dynamo.config.recompile_limit = 64
-    gpu, results, started = Gpu(), begin(out, arguments.add, cells), time.monotonic()
+    results = begin(out, arguments.add, lambda row: is_of(row, cells))
+    gpu, started = Gpu(), time.monotonic()
     gpu.wake()
     if arguments.first_step:
         results["first_step_s"] = first_steps(arguments)

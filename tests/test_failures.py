@@ -328,8 +328,10 @@ def test_long_run_grows_neither_in_memory_nor_in_files_nor_in_time(workplace, mo
     timer = threading.Timer(480, os.kill, (os.getpid(), signal.SIGTERM))
     if device == "cuda":
         timer.start()
-    outcome = train("run", *small, *often, f"train.max_steps={steps}", f"device={device}")
-    timer.cancel()
+    try:
+        outcome = train("run", *small, *often, f"train.max_steps={steps}", f"device={device}")
+    finally:
+        timer.cancel()  # or it would end the tests
     assert outcome.code == (128 + signal.SIGTERM if device == "cuda" else 0), outcome.err
     pages, files, threads, tensors, clock = zip(*samples, strict=True)
     seconds = [after - before for before, after in itertools.pairwise(clock)]

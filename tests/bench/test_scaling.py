@@ -8,8 +8,6 @@ from bench import scaling
 from bench.trainers import Cell
 from errors import UserError
 
-ROW = {"model": "gpt2", "parallel": "ddp"}
-
 
 def test_a_row_of_two_processes(tmp_path, monkeypatch):
     tiny = scaling.Scaling(Cell("gpt2-nano", 64, (2,)), "fsdp")
@@ -25,10 +23,32 @@ def test_a_row_of_two_processes(tmp_path, monkeypatch):
 
 
 def test_linear_is_the_speed_of_one_times_their_number():
-    rows = [ROW | {"gpus": n, "tokens_per_second": speed} for n, speed in ((1, 100.0), (2, 190.0), (4, None))]
-    rows.append({"model": "gpt2", "parallel": "fsdp", "gpus": 8, "tokens_per_second": 700.0})
+    rows = [{"gpus": n, "tokens_per_second": speed} for n, speed in ((1, 100.0), (2, 190.0), (4, None))]
     scaling.add_linear(rows)
-    assert [row["linear"] for row in rows] == [1, 0.95, None, None]
+    assert [row["linear"] for row in rows] == [1, 0.95, None]
+    scaling.add_linear(rows[1:])
+    assert [row["linear"] for row in rows] == [1, None, None]
+
+
+def test_rows_of_other_cells_are_kept_where_that_is_asked_for(tmp_path, monkeypatch):
+    """And those of the cell are measured anew, on as many GPUs as is said."""
+    tiny = {name: scaling.Scaling(Cell(name, 64, (2,)), "fsdp") for name in ("one", "other")}
+    monkeypatch.setattr(scaling, "CELLS", tiny)
+    speed = {
+        "tokens_per_second": 8.0,
+        "status": "failed",
+        "message": "",
+        "tflops": 0.0,
+        "peak_gib": 0.0,
+        "stall_s": None,
+    }
+    keys = {"context_length": 64, "parallel": "fsdp"}
+    monkeypatch.setattr(scaling, "row_of", lambda cell, n, _: {"model": cell.cell.model, "gpus": n, **keys, **speed})
+    out = tmp_path / "scaling.json"
+    for given in (["--cells=one,other", "--gpus=1,2"], ["--cells=other", "--gpus=1,4", "--add"]):
+        scaling.run(scaling.parse([*given, "--device=cpu", f"--out={out}"]))
+    rows = [(row["model"], row["gpus"], row["linear"]) for row in json.loads(out.read_text())["rows"]]
+    assert rows == [("one", 1, 1), ("one", 2, 0.5), ("other", 1, 1), ("other", 4, 0.25)]
 
 
 def test_the_error_of_a_process_is_what_a_failed_row_tells():

@@ -3,13 +3,14 @@
 import json
 import time
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench import floor, steps, trainers, training
+from bench import environment, floor, steps, trainers, training
 from bench.breakdown import class_of, covered, summarise
 from bench.timing import Cpu
 from bench.trainers import Cell, Trainer
@@ -182,15 +183,16 @@ def test_without_its_file_nanogpt_is_left_out():
 
 def test_rows_of_other_cells_stay_unless_they_are_of_another_machine(tmp_path, monkeypatch):
     here = {"gpu": "a", "driver": "b", "torch": "c", "triton": "d", "commit": "e"}
-    monkeypatch.setattr(training, "environment", lambda: dict(here))
+    monkeypatch.setattr(environment, "environment", lambda: dict(here))
     rows = [{"model": "gpt2", "context_length": n, "commit": "e"} for n in (1024, 8192)]
     out = tmp_path / "training.json"
     out.write_text(json.dumps({"environment": here, "rows": rows}))
     cells = [SimpleNamespace(model="gpt2", context_length=1024)]
-    assert training.begin(out, False, cells)["rows"] == []
+    again = partial(training.is_of, cells=cells)
+    assert environment.begin(out, False, again)["rows"] == []
     here["commit"] = "f"
-    results = training.begin(out, True, cells)
+    results = environment.begin(out, True, again)
     assert results["rows"] == rows[1:] and results["environment"] == here
     here["torch"] = "g"
     with pytest.raises(UserError, match="torch c, not g"):
-        training.begin(out, True, cells)
+        environment.begin(out, True, again)
