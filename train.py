@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -101,7 +100,7 @@ def train(config: Config, world: World = ALONE) -> None:
                 log.message(f"{stop.signal.name} after step {state.step}; continue with checkpoint.resume={path}")
             log.message(f"outputs in {folder}")
     if stop.signal is not None:
-        sys.exit(128 + stop.signal)
+        stop.end_process()
 
 
 def guarded(

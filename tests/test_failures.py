@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -104,6 +105,22 @@ def test_a_second_sigterm_lets_the_run_save(workplace, monkeypatch):
     outcome = train("run", "train.max_steps=20")
     assert outcome.code == 128 + signal.SIGTERM, "what Slurm is told to requeue on"
     assert load(find("run"))["step"] == curve("run")[-1][0] == 8
+
+
+def test_a_job_out_of_time_is_saved_before_it_is_queued_again(workplace, monkeypatch):
+    """By the handler that submitit has for SIGUSR2, which in the first process does not return."""
+
+    def queue_again(number, frame):
+        sys.exit(f"queued again after step {load(find('run'))['step']}")
+
+    monkeypatch.setattr(GPT2, "forward", at_call(8, lambda: os.kill(os.getpid(), signal.SIGUSR2), GPT2.forward))
+    before = signal.signal(signal.SIGUSR2, queue_again)
+    try:
+        outcome = train("run", "train.max_steps=20")
+        assert signal.getsignal(signal.SIGUSR2) is queue_again
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert outcome.code == "queued again after step 8" and "SIGUSR2 after step 8; continue with" in outcome.out
 
 
 INTERRUPTED = """

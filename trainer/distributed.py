@@ -143,6 +143,12 @@ def choose_parallel(asked: str | None) -> str:
         raise UserError(f"parallel={asked} is unknown; choose one of {', '.join(PARALLEL)}")
     if asked == "none" and size > 1:
         raise UserError(f"parallel=none, but {size} processes were started; leave it out, or start python train.py")
+    tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
+    if asked != "none" and tasks > 1 and "RANK" not in os.environ:
+        raise UserError(
+            f"srun started {tasks} tasks, which know nothing of each other; start one on each node that runs torchrun, "
+            "or let hydra/launcher=slurm start them; parallel=none trains in each alone"
+        )
     if asked not in (None, "none") and "RANK" not in os.environ:
         raise UserError(
             f"parallel={asked} needs a process for each GPU; start it by torchrun --nproc_per_node=GPUS train.py ..."

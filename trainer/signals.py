@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from types import FrameType
 from typing import Self
 
@@ -12,19 +13,30 @@ class StopRequest:
     """Context in which the first SIGINT or SIGTERM only sets `signal`, so that the run can save and end.
 
     After it SIGINT ends the process at once, whatever it is at; SIGTERM changes nothing more, since launchers and
-    schedulers may well send it twice.
+    schedulers may well send it twice. SIGUSR1 and SIGUSR2 too wait for the run to save where somebody handles them, as
+    submitit does before a job of Slurm's has used up its time.
     """
 
     def __init__(self):
         self.signal: signal.Signals | None = None
 
     def __enter__(self) -> Self:
-        self._handlers = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        handled = [number for number in (signal.SIGUSR1, signal.SIGUSR2) if callable(signal.getsignal(number))]
+        numbers = signal.SIGINT, signal.SIGTERM, *handled
+        self._handlers = {number: signal.signal(number, self._note) for number in numbers}
         return self
 
     def __exit__(self, *_) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
+
+    def end_process(self) -> None:
+        """Ends it with 128 and the signal's number, or as the handler of SIGUSR1 and SIGUSR2 wants it: submitit's puts
+        the job back into the queue and ends the first process, and the others are not to fail before it has.
+        """
+        if self.signal in (signal.SIGINT, signal.SIGTERM):
+            sys.exit(128 + self.signal)
+        self._handlers[self.signal](self.signal, None)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None:

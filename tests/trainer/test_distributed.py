@@ -266,6 +266,23 @@ def test_a_process_alone_joins_nobody_and_several_are_ddp(monkeypatch):
         assert choose_parallel(None) == expected
 
 
+def test_tasks_of_srun_that_know_nothing_of_each_other_are_refused(monkeypatch):
+    """Unless each is to train alone; one task, or processes that torchrun or submitit told their places, are none."""
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
+    for asked in (None, "ddp"):
+        with pytest.raises(
+            UserError, match="srun started 8 tasks, .* torchrun, or let hydra/launcher=slurm start them"
+        ):
+            choose_parallel(asked)
+    assert choose_parallel("none") == "none"
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    assert choose_parallel(None) == "none"
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert choose_parallel(None) == "ddp"
+
+
 def test_fp16_is_not_split():
     compute = Compute(torch.device("cpu"), torch.float16, World(size=2, parallel="fsdp"))
     with pytest.raises(UserError, match="precision=fp16 does not go with parallel=fsdp; set precision=bf16"):
