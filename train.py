@@ -71,8 +71,8 @@ def train(config: Config, world: World = ALONE) -> None:
     config.train.share(world.size)  # refused here, if it is to be
     with world.first_goes_ahead():
         tokens = open_tokens(config.data)
-    resumed = load_resumed(config, world)
     where = Path(config.checkpoint.dir or folder / "checkpoints")
+    resumed = load_resumed(config, where, world)
     writes_to = {folder: "hydra.run.dir", where: "checkpoint.dir"} if world.is_first else {}
     begin_alone(config.train, compute)
     model = shard(build_model(config, compute, tokens, resumed), compute, config.train.reshard_after_forward)

@@ -10,6 +10,7 @@ import resource
 import runpy
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -163,3 +164,13 @@ def exported(trained, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("exported") / "model"
     run("export.py", f"checkpoint={trained}", f"to={folder}").ok()
     return folder
+
+
+def wait_for_step(step: int, folder: str, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        if Path(folder, "metrics.jsonl").exists() and f'{{"step": {step},' in Path(folder, "metrics.jsonl").read_text():
+            return
+        time.sleep(0.01)
+    process.kill()
+    raise AssertionError(f"step {step} was not reached: {process.communicate()}")

@@ -23,7 +23,7 @@ from data.config import DataConfig
 from errors import UserError
 from model.attention import AttentionConfig, build_attention
 from model.gpt2 import GPT2, ModelConfig
-from tests.e2e import ROOT, TINY, at_call, curve, load, rows, run, start, train
+from tests.e2e import ROOT, TINY, at_call, curve, load, rows, run, start, train, wait_for_step
 from trainer.checkpoint import Checkpoints, find
 from trainer.meters import ThroughputMeter
 from trainer.parts import compile_model
@@ -40,16 +40,6 @@ quick_step = train.train_step
 train.train_step = lambda *args: (time.sleep(0.1), quick_step(*args))[1]
 train.launch(train.train, "config")
 """
-
-
-def wait_for_step(step: int, folder: str, process: Popen) -> None:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and process.poll() is None:
-        if Path(folder, "metrics.jsonl").exists() and f'{{"step": {step},' in Path(folder, "metrics.jsonl").read_text():
-            return
-        time.sleep(0.01)
-    process.kill()
-    raise AssertionError(f"step {step} was not reached: {process.communicate()}")
 
 
 def scramble_generators() -> None:

@@ -46,8 +46,8 @@ class CheckpointConfig:
     """How many of the newest stay; the one with the best validation loss stays besides, as best.pt (as best, where
     weights are split)."""
     resume: str | None = None
-    """null starts afresh; auto continues the newest in checkpoint.dir, or starts where there is none; else a path. Of a
-    folder the newest that is whole is taken."""
+    """null starts afresh; auto continues the newest in checkpoint.dir (which a job that submitit puts back into the
+    queue may leave out), or starts where there is none; else a path. Of a folder the newest that is whole is taken."""
     asynchronous: bool | None = None
     """Write beside training, which then waits only for a copy in the host's memory, of 12 bytes a parameter; null is
     true on a GPU, false on a CPU, where both want the same cores. Always so with parallel=fsdp and hsdp."""

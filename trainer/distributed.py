@@ -76,12 +76,14 @@ class World:
 
         The processes agree through the hosts' memory, so that no GPU is waited for.
         """
-        if self.parallel != "none":
-            number = torch.tensor(0 if stop.signal is None else int(stop.signal))
-            dist.all_reduce(number, dist.ReduceOp.MAX)
-            if number:
-                stop.signal = signal.Signals(number.item())
-        return stop.signal is not None
+        if self.parallel == "none":
+            return stop.signal is not None
+        number = torch.tensor(0 if stop.signal is None else int(stop.signal))
+        dist.all_reduce(number, dist.ReduceOp.MAX)
+        if not number:
+            return False  # though a signal may have come since, of which the others do not know
+        stop.signal = signal.Signals(number.item())
+        return True
 
     def draw_apart(self, seed: int) -> None:
         """Every process but the first, which draws on as it would alone, draws dropout from a seed of its own."""
@@ -161,9 +163,14 @@ def started() -> tuple[int, int]:
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
+def is_of_submitit() -> bool:
+    """Whether submitit started this process, as a job of Slurm's or, to try that out, of this machine's."""
+    return "SUBMITIT_EXECUTOR" in os.environ
+
+
 def _export_submitit() -> None:
     """Says where submitit put this process in the variables by which torchrun would."""
-    if "SUBMITIT_EXECUTOR" in os.environ and "RANK" not in os.environ:
+    if is_of_submitit() and "RANK" not in os.environ:
         from submitit.helpers import TorchDistributedEnvironment  # an optional dependency, there if its job runs
 
         TorchDistributedEnvironment().export(set_cuda_visible_devices=False)

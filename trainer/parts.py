@@ -19,7 +19,7 @@ from model.huggingface import find_pretrained, load_pretrained, read_config
 from trainer import checkpoint
 from trainer.background import BackgroundCheckpoints
 from trainer.checkpoint import CheckpointConfig, Checkpoints, State
-from trainer.distributed import World
+from trainer.distributed import World, is_of_submitit
 from trainer.flops import model_flops_per_token, peak_flops
 from trainer.loggers import Loggers, WandbConfig, start_loggers
 from trainer.meters import ThroughputMeter
@@ -44,15 +44,18 @@ def begin_alone(settings: TrainConfig, compute: Compute) -> None:
         torch.cuda.empty_cache()
 
 
-def load_resumed(config: Config, world: World) -> State | None:
-    """The checkpoint to continue, if any: the same for all processes, tensors that are to be split left on the disk."""
+def load_resumed(config: Config, folder: Path, world: World) -> State | None:
+    """The checkpoint to continue, if any: the same for all processes, tensors that are to be split left on the disk.
+
+    `folder` is where this run's own go.
+    """
     source = config.checkpoint.resume
     if source == "auto":
-        if config.checkpoint.dir is None:
+        if config.checkpoint.dir is None and not is_of_submitit():  # whose jobs, queued again, have the same folder
             raise UserError(
                 "checkpoint.resume=auto needs the folder of earlier checkpoints; give checkpoint.dir=FOLDER"
             )
-        source = world.from_first(config.checkpoint.dir if checkpoint.find(config.checkpoint.dir) else None)
+        source = world.from_first(folder if checkpoint.find(folder) else None)
     if source is None:
         return None
     tell = print if world.is_first else lambda text: None

@@ -1,5 +1,9 @@
 """Jobs of submitit: what would be Slurm's, on this machine."""
 
+import os
+import re
+import signal
+from contextlib import suppress
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
@@ -7,19 +11,38 @@ from omegaconf import OmegaConf
 
 import conf
 from conf.schema import register
-from tests.e2e import ROOT, TINY, curve, start
+from tests.e2e import ROOT, TINY, curve, start, wait_for_step
 
 pytest_plugins = ["tests.e2e"]
 
 
-def test_a_sweep_is_trained_by_submitits_processes_together(workplace):
-    """By two, which are told their places by submitit."""
+def processes_of(sweep: Path) -> list[int]:
+    """Those of its jobs, by their command lines."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has ended
+            words = file.read_text()
+            found += [int(file.parent.name)] if "submitit.core._submit" in words and str(sweep) in words else []
+    return found
+
+
+def test_a_job_out_of_time_is_saved_queued_again_and_ends(workplace):
+    """Of two processes, which are told their places by submitit, and both that their time is up."""
     submitit = ("-m", "hydra/launcher=submitit_local", "hydra.launcher.tasks_per_node=2", "hydra.sweep.dir=sweep")
-    sweep = start(str(ROOT / "train.py"), *submitit, *TINY, "train.max_steps=2")
+    sweep = start(str(ROOT / "train.py"), *submitit, *TINY, "train.max_steps=600", "checkpoint.resume=auto")
+    wait_for_step(3, "sweep/0_flash2", sweep)
+    processes = processes_of(Path("sweep").absolute())
+    assert len(processes) == 2
+    for process in processes:
+        os.kill(process, signal.SIGUSR2)
     _, err = sweep.communicate(timeout=240)
     assert sweep.returncode == 0, err
-    assert [step for step, *_ in curve("sweep/0_flash2")] == [1, 2]
-    assert any("2 x CPU, fp32, ddp" in log.read_text() for log in Path("sweep").glob(".submitit/*/*_0_log.out"))
+    assert [step for step, *_ in curve("sweep/0_flash2")] == list(range(1, 601))
+    (log,) = Path("sweep").glob(".submitit/*/*_0_log.out")
+    told = log.read_text()
+    assert "2 x CPU, fp32, ddp" in told
+    (stopped,) = re.findall(r"SIGUSR2 after step (\d+)", told)
+    assert int(stopped) < 600 and f"continuing after step {stopped}," in told
 
 
 def test_slurm_gets_a_process_for_each_gpu():

@@ -3,11 +3,13 @@
 import os
 import re
 import shutil
+import signal
 import time
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 
@@ -21,6 +23,7 @@ from trainer.checkpoint import find
 from trainer.distributed import World, choose_parallel
 from trainer.parallel import shard
 from trainer.precision import Compute
+from trainer.signals import StopRequest
 
 pytest_plugins = ["tests.e2e"]
 # 16 sequences a step, in micro-steps of 2; 13 windows of validation, which divide among no number of processes.
@@ -281,6 +284,14 @@ def test_tasks_of_srun_that_know_nothing_of_each_other_are_refused(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert choose_parallel(None) == "ddp"
+
+
+def test_a_signal_while_processes_agree_counts_the_next_time(monkeypatch):
+    """The others have been told that there is none, and take another step with this process."""
+    stop = StopRequest()
+    monkeypatch.setattr(dist, "all_reduce", lambda *_: setattr(stop, "signal", signal.SIGTERM))
+    world = World(size=2, parallel="ddp")
+    assert [world.is_stopped(stop), world.is_stopped(stop)] == [False, True]
 
 
 def test_fp16_is_not_split():
