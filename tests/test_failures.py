@@ -356,7 +356,10 @@ def test_long_run_grows_neither_in_memory_nor_in_files_nor_in_time(workplace, mo
     pace = f"{median(seconds[early:half]):.2f} s, then {median(seconds[half:]):.2f} s, for {interval} steps"
     print(f"{len(samples)} samples; {pace}; {max(pages[early:half])} pages, then {max(pages[half:])}")
     print(f"{median(tensors[early:half])} bytes of tensors, then {median(tensors[half:])}")
-    assert len(samples) >= 40
+    print(
+        f"files {max(files[:early])}, then {max(files[early:])}; threads {max(threads[:early])}, {max(threads[early:])}"
+    )
+    assert len(samples) >= 24  # so that three come before, of which the first may have more or less of everything
     assert max(files[early:]) <= max(files[:early]) and max(threads[early:]) <= max(threads[:early])
     # batches and figures on their way make some samples a few percent larger
     assert median(tensors[half:]) <= 1.005 * median(tensors[early:half])
