@@ -163,8 +163,11 @@ def destination(arguments: argparse.Namespace) -> Path | None:
 
 def results_folder(gpu: str | None) -> Path:
     """Where the results of this GPU go, unless the user names it otherwise."""
-    name = torch.cuda.get_device_name().lower().removeprefix("nvidia ")
-    return ROOT / "bench" / "results" / (gpu or re.sub(r"[^a-z0-9]+", "-", name))
+    if gpu is None:
+        if not torch.cuda.is_available():
+            raise UserError("results go to a folder named after the GPU, and torch finds none; name a file by --out")
+        gpu = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower().removeprefix("nvidia "))
+    return ROOT / "bench" / "results" / gpu
 
 
 def measure_all(

@@ -4,7 +4,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Callable
+from collections.abc import Collection
 from datetime import date
 from pathlib import Path
 
@@ -54,23 +54,26 @@ def check_same(then: dict, now: dict, file: Path, remedy: str, any_commit: bool 
         UserError: they were; it names what differs and the remedy.
     """
     for key in ("gpu", "driver", "torch", "triton", *([] if any_commit else ["commit"])):
-        if then[key] != now[key]:
-            raise UserError(f"{file} has {key} {then[key]}, not {now[key]}; {remedy}")
+        if then.get(key) != now[key]:
+            raise UserError(f"{file} has {key} {then.get(key)}, not {now[key]}; {remedy}")
 
 
-def begin(out: Path | None, add: bool, again: Callable[[dict], bool]) -> dict:
-    """Results without rows; or to `add` to, with those that the file has but are not to be measured `again`, each of
-    which tells its commit: only rows that are measured together are ever compared.
+def begin(out: Path | None, add: bool, columns: Collection[str]) -> dict:
+    """Results without rows; or, to `add` to, what the file holds, whose rows each tell their commit: only rows that are
+    measured together are ever compared.
 
     Raises:
-        UserError: they were measured on another machine or with other versions, or cannot be read.
+        UserError: they cannot be read, lack the `columns` of this benchmark's rows, or were measured on another machine
+            or with other versions.
     """
     here = environment()
     if not (add and out and out.is_file()):
         return {"environment": here, "rows": []}
     results = read_results(out)
+    if not all(set(columns) <= set(row) for row in results.get("rows", [{}])):
+        raise UserError(f"{out} holds rows of another benchmark; name another file by --out")
     check_same(results["environment"], here, out, "without --add all is measured anew", any_commit=True)
-    return results | {"environment": here, "rows": [row for row in results["rows"] if not again(row)]}
+    return results | {"environment": here}
 
 
 def _output(command: list[str]) -> str:

@@ -3,9 +3,12 @@
 Forward, gradient by input and gradient by weight, in bf16; no normalisation, activation, loss, optimizer or memory
 traffic between them. Either is a job that takes its part of a step and is timed in turn with the trainers, in samples
 as long as theirs: a GPU that has computed for half a second runs at other clocks than one that has for a millisecond.
+A GPU at the limit of its power runs products on end slower than the same products between kernels that draw less: in
+a step they may take less time than here, but a step of nothing else would not.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,7 +16,7 @@ import torch
 
 from bench.cells import Cell as AttentionCell
 from bench.steps import Contender, complete, empty_row, steps_of
-from bench.timing import Gpu, sampler_of
+from bench.timing import Gpu, recorded, sampler_of
 from bench.trainers import DTYPE, PADDED, Cell, Trainer
 from bench.variants import bind, draw
 from model.attention import Attention
@@ -26,14 +29,16 @@ class Work:
     build: Callable[[], Callable[[], object]]
     call: Callable[[], object] | None = None
 
-    def resume(self) -> None:
+    @contextmanager
+    def alone(self) -> Iterator[None]:
         self.call = self.build()
+        try:
+            yield
+        finally:
+            self.call = None
 
     def step(self, batch: int) -> None:
         self.call()
-
-    def park(self) -> None:
-        self.call = None
 
 
 def products(cell: Cell, batch: int, device: str) -> Callable[[], None]:
@@ -76,13 +81,19 @@ def fastest(shape: AttentionCell, variants: dict[str, Attention], gpu: Gpu) -> s
             times[name] = min(sampler.sample(gpu) for _ in range(3))
         except (ValueError, RuntimeError):
             continue  # a variant that cannot do this shape is not the fastest
+    if not times:
+        raise RuntimeError(f"no attention among {', '.join(variants)} computes this shape")
     return min(times, key=times.get)
 
 
 def contenders(cell: Cell, batch: int, variants: dict[str, Attention], gpu: Gpu) -> dict[str, Contender]:
     """The two parts of the floor at this micro-batch, by name, to be timed in turn with the trainers."""
     shape = attention_cell(cell, batch)
-    name = fastest(shape, variants, gpu)
+    rows = {part: empty_row(cell, Trainer("floor", "-", False), batch) for part in ("matmul", "attention")}
+    with recorded(rows.values(), gpu):
+        name = fastest(shape, variants, gpu)
+    if rows["attention"]["status"]:
+        return {part: Contender(row, Work(lambda: None), 0) for part, row in rows.items()}
 
     def attention() -> Callable[[], None]:
         call = bind(name, variants[name], shape, draw(shape, gpu.device)).call("both")
@@ -90,13 +101,11 @@ def contenders(cell: Cell, batch: int, variants: dict[str, Attention], gpu: Gpu)
 
     made = {}
     for part, build in (("matmul", lambda: products(cell, batch, gpu.device)), ("attention", attention)):
-        work = Work(build)
-        work.resume()
-        work.step(batch)
-        ms = gpu.milliseconds(partial(work.step, batch), calls=1, spin_ms=0)
-        work.park()
-        complete(row := empty_row(cell, Trainer("floor", name, False), batch), cell, ms)
-        made[part] = Contender(row, work, steps_of(ms))
+        work, row = Work(build), rows[part] | {"attention": name}
+        with recorded([row], gpu), work.alone():
+            work.step(batch)
+            complete(row, cell, gpu.milliseconds(partial(work.step, batch), calls=1, spin_ms=0))
+        made[part] = Contender(row, work, steps_of(row["ms"]) if row["status"] == "ok" else 0)
         gpu.release()
     return made
 
@@ -105,6 +114,9 @@ def row_of(cell: Cell, parts: dict[str, Contender]) -> dict:
     """The floor's row, once its parts are timed."""
     timed = parts["matmul"].row
     row = empty_row(cell, Trainer("floor", timed["attention"], False), timed["batch_size"])
+    failed = next((part.row for part in parts.values() if part.row["status"] != "ok"), None)
+    if failed:
+        return row | {key: failed[key] for key in ("status", "message")}
     row["parts_ms"] = {name: contender.row["ms"] for name, contender in parts.items()}
     complete(row, cell, sum(row["parts_ms"].values()))
     return row

@@ -228,10 +228,10 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.device == "cuda" and max(counts) > torch.cuda.device_count():
         raise UserError(f"--gpus {max(counts)}, but torch sees {torch.cuda.device_count()} GPUs here; ask for fewer")
     out = arguments.out or scaling_folder(arguments.gpu, max(counts)) / "scaling.json"
-    results = begin(out, arguments.add, lambda row: any(is_of(row, CELLS[name]) for name in names))
+    results = begin(out, arguments.add, ("model", "context_length", "parallel", "gpus", "tokens_per_second"))
     commit = {"commit": results["environment"]["commit"]}
     for name in names:
-        rows = []
+        results["rows"], rows = [row for row in results["rows"] if not is_of(row, CELLS[name])], []
         for gpus in counts:
             rows.append(row := row_of(CELLS[name], gpus, arguments) | commit)
             add_linear(rows)

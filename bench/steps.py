@@ -95,11 +95,12 @@ def alternate(cell: Cell, contenders: list[Contender], rounds: int, gpu: Gpu) ->
     timed = [contender for contender in contenders if contender.steps]
     for _ in range(rounds):
         for contender in timed:
-            contender.job.resume()
-            step = partial(contender.job.step, contender.row["batch_size"])
-            contender.samples.append(gpu.milliseconds(step, contender.steps, spin_ms=0))
-            contender.job.park()
-            gpu.release()
+            if contender.row["status"] == "ok":
+                step = partial(contender.job.step, contender.row["batch_size"])
+                with recorded([contender.row], gpu), contender.job.alone():
+                    contender.samples.append(gpu.milliseconds(step, contender.steps, spin_ms=0))
+                gpu.release()
     for contender in timed:
-        complete(contender.row, cell, statistics.median(contender.samples))
-        contender.row["samples"] = contender.samples
+        if contender.row["status"] == "ok":
+            complete(contender.row, cell, statistics.median(contender.samples))
+            contender.row["samples"] = contender.samples

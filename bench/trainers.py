@@ -6,9 +6,11 @@ nanoGPT's model comes from a file that the user names; the loop around it is nan
 """
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
 import torch
@@ -24,6 +26,7 @@ from errors import UserError
 from model.attention import AttentionConfig, build_attention
 from model.gpt2 import GPT2, ModelConfig
 from trainer.distributed import ALONE, World
+from trainer.loggers import first_line
 from trainer.optimizer import OptimizerConfig, build_optimizer
 from trainer.parallel import data_parallel, shard
 from trainer.parts import compile_model
@@ -50,7 +53,14 @@ class Cell:
         return f"{self.model}_{self.context_length // 1024}k"
 
     def shape(self) -> ModelConfig:
-        """The model of conf/model at this context length."""
+        """The model of conf/model at this context length.
+
+        Raises:
+            UserError: there is no such model.
+        """
+        known = sorted(file.stem for file in (ROOT / "conf" / "model").glob("*.yaml"))
+        if self.model not in known:
+            raise UserError(f"model {self.model} is unknown; choose among {', '.join(known)}")
         shape = ModelConfig(**OmegaConf.load(ROOT / "conf" / "model" / f"{self.model}.yaml"))
         return replace(shape, context_length=self.context_length, vocab_size=VOCABULARY)
 
@@ -87,6 +97,15 @@ class Job:
             if storage.size():
                 self.parked.append((storage, storage.size()))
                 storage.resize_(0)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """The job has its memory for as long as this lasts."""
+        try:
+            self.resume()
+            yield
+        finally:
+            self.park()
 
     @torch.no_grad()
     def resume(self) -> None:
@@ -188,13 +207,18 @@ def load_nanogpt(path: Path):
     """nanoGPT's model.py as a module.
 
     Raises:
-        UserError: there is no such file.
+        UserError: there is no such file, or it is none of nanoGPT's.
     """
     if not path.is_file():
         raise UserError(f"--nanogpt {path} does not exist; give the model.py of karpathy/nanoGPT")
-    spec = importlib.util.spec_from_file_location("nanogpt_model", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    loader = SourceFileLoader("nanogpt_model", str(path))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(loader.name, loader))
+    try:
+        loader.exec_module(module)
+    except Exception as error:  # whatever the file does
+        raise UserError(f"--nanogpt {path} cannot be run as Python ({first_line(error)})") from error
+    if not (hasattr(module, "GPT") and hasattr(module, "GPTConfig")):
+        raise UserError(f"--nanogpt {path} has no GPT and GPTConfig; give the model.py of karpathy/nanoGPT")
     return module
 
 

@@ -26,11 +26,12 @@ from bench import floor
 from bench.attention import output_file, positive, results_folder, write
 from bench.breakdown import breakdown
 from bench.environment import ROOT, begin
-from bench.steps import Contender, alternate, search
-from bench.timing import Gpu
+from bench.steps import Contender, alternate, empty_row, search
+from bench.timing import Gpu, recorded
 from bench.trainers import Cell, Job, Trainer, huggingface, load_nanogpt, nanogpt, ours
 from bench.variants import available
 from errors import UserError, refusing
+from model.attention import Attention
 from model.gpt2 import CHECKPOINTING
 
 CELLS = [
@@ -71,9 +72,11 @@ def measure(cell: Cell, arguments: argparse.Namespace, gpu: Gpu) -> list[dict]:
     alternate(cell, [*contenders, *parts.values()], arguments.rounds, gpu)
     for contender in contenders if arguments.breakdown else []:
         if contender.steps:
-            contender.job.resume()
-            contender.row["breakdown_ms"] = breakdown(partial(contender.job.step, contender.row["batch_size"]))
-            contender.job.park()
+            with recorded([contender.row], gpu), contender.job.alone():
+                contender.row["breakdown_ms"] = breakdown(partial(contender.job.step, contender.row["batch_size"]))
+    for contender in (*contenders, *parts.values()):
+        if contender.row["status"] != "ok":
+            print(f"  {contender.row['trainer']}, timed in turn: {text_of(contender.row)}", flush=True)
     contenders.clear()
     torch._dynamo.reset()
     gpu.release()
@@ -92,10 +95,14 @@ def floor_parts(cell: Cell, ours: dict | None, arguments: argparse.Namespace, gp
     """The parts of the floor at our best micro-batch; none where there is no such, or no floor is wanted."""
     if ours is None or arguments.no_floor or cell.context_length > LONGEST_FLOOR:
         return {}
-    library = arguments.fa3_library or os.environ.get("FA3_LIBRARY")
-    known = available(Path(library) if library else None)
-    fused = {name: attend for name, attend in known.items() if name not in ("naive", "flex")}
+    fused = {name: attend for name, attend in known_attentions(arguments).items() if name not in ("naive", "flex")}
     return floor.contenders(cell, ours["batch_size"], fused, gpu)
+
+
+def known_attentions(arguments: argparse.Namespace) -> dict[str, Attention]:
+    """What this machine has, and FlashAttention-3 from a file if one is named."""
+    library = arguments.fa3_library or os.environ.get("FA3_LIBRARY")
+    return available(Path(library) if library else None)
 
 
 def builder(trainer: Trainer, arguments: argparse.Namespace) -> Callable[..., Job]:
@@ -117,7 +124,10 @@ def chosen_trainers(arguments: argparse.Namespace, cell: Cell) -> list[Trainer]:
         if name not in known:
             raise UserError(f"--trainers {name} is unknown; choose among {', '.join(known)}")
     chosen = [known[name] for name in wanted]
-    return [trainer for trainer in chosen if trainer.name != "nanogpt" or arguments.nanogpt]
+    without = [trainer for trainer in chosen if trainer.name != "nanogpt"]
+    if arguments.trainers and without != chosen and not arguments.nanogpt:
+        raise UserError("--trainers names nanogpt, whose model.py is not given; add --nanogpt path/to/model.py")
+    return chosen if arguments.nanogpt else without
 
 
 def chosen_cells(arguments: argparse.Namespace) -> list[Cell]:
@@ -129,9 +139,16 @@ def chosen_cells(arguments: argparse.Namespace) -> list[Cell]:
             raise UserError(f"--cells {name} is unknown; choose among {', '.join(known)}")
     cells = [known[name] for name in wanted]
     if arguments.batches:
-        cells = [replace(cell, batches=arguments.batches) for cell in cells]
+        batches = tuple(sorted(set(arguments.batches)))  # the search begins with the smallest
+        cells = [replace(cell, batches=batches) for cell in cells]
     mode = arguments.activation_checkpointing
     return [replace(cell, activation_checkpointing=mode) for cell in cells] if mode else cells
+
+
+def is_whole(arguments: argparse.Namespace) -> bool:
+    """Whether all is measured as it is meant to be, so that it may take the place of the results there are."""
+    parts = arguments.cells, arguments.trainers, arguments.batches, arguments.activation_checkpointing
+    return not (any(parts) or arguments.no_floor)
 
 
 def first_steps(arguments: argparse.Namespace) -> dict[str, float]:
@@ -142,14 +159,19 @@ def first_steps(arguments: argparse.Namespace) -> dict[str, float]:
         command = [sys.executable, "-m", "bench.training", "--cells", "gpt2_1k", "--trainers", "ours:flash2"]
         command += ["--batches", "32", "--rounds", "1", "--no-floor", "--out", str(out)]
         for cache in ("cold", "warm"):
-            subprocess.run(command, cwd=ROOT, env=os.environ | caches, check=True, capture_output=True)
-            seconds[cache] = json.loads(out.read_text())["rows"][0]["first_step_s"]
+            ended = subprocess.run(command, cwd=ROOT, env=os.environ | caches, capture_output=True, text=True)
+            if ended.returncode:
+                raise UserError(f"--first-step failed: {ended.stderr.strip().splitlines()[-1]}")
+            row = json.loads(out.read_text())["rows"][0]
+            if row["status"] != "ok":
+                raise UserError(f"--first-step failed: {row['message'] or 'out of memory'}")
+            seconds[cache] = row["first_step_s"]
     return seconds
 
 
-def is_of(row: dict, cells: list[Cell]) -> bool:
-    """Whether a row is of one of the cells, by whatever trainer and at whatever micro-batch."""
-    return (row["model"], row["context_length"]) in {(cell.model, cell.context_length) for cell in cells}
+def is_of(row: dict, cell: Cell) -> bool:
+    """Whether a row is of that cell, by whatever trainer and at whatever micro-batch."""
+    return (row["model"], row["context_length"]) == (cell.model, cell.context_length)
 
 
 def ratios(rows: list[dict]) -> str:
@@ -249,26 +271,27 @@ def run(arguments: argparse.Namespace) -> None:
     for cell in cells:
         for trainer in chosen_trainers(arguments, cell):
             builder(trainer, arguments)
+    known_attentions(arguments)
     if not torch.cuda.is_available():
         raise UserError("bench.training measures GPUs and finds none")
-    whole = not (arguments.cells or arguments.trainers or arguments.batches)
-    out = arguments.out or (results_folder(arguments.gpu) / "training.json" if whole else None)
+    out = arguments.out or (results_folder(arguments.gpu) / "training.json" if is_whole(arguments) else None)
     torch.backends.cuda.matmul.allow_tf32 = True  # as nanoGPT sets it
     torch._dynamo.config.automatic_dynamic_shapes = False  # each micro-batch is compiled for itself
     torch._dynamo.config.recompile_limit = 64
-    results = begin(out, arguments.add, lambda row: is_of(row, cells))
+    results = begin(out, arguments.add, empty_row(cells[0], TRAINERS[0], 1))
     gpu, started = Gpu(), time.monotonic()
     gpu.wake()
     if arguments.first_step:
-        results["first_step_s"] = first_steps(arguments)
-        print("first step of gpt2: " + ", ".join(f"{k} cache {v:.1f} s" for k, v in results["first_step_s"].items()))
+        seconds = first_steps(arguments)
+        print("first step of gpt2: " + ", ".join(f"{k} cache {v:.1f} s" for k, v in seconds.items()))
+        results["first_step_s"] = seconds | {"commit": results["environment"]["commit"]}
     for number, cell in enumerate(cells):
         if time.monotonic() - started > arguments.budget_seconds:
             print(f"--budget-seconds are spent; skipped: {', '.join(c.name for c in cells[number:])}")
             break
         print(f"{cell.name} ({time.monotonic() - started:.0f} s)", flush=True)
         new = [row | {"commit": results["environment"]["commit"]} for row in measure(cell, arguments, gpu)]
-        results["rows"] += new
+        results["rows"] = [row for row in results["rows"] if not is_of(row, cell)] + new
         print(f"  {ratios(new)}", flush=True)
         if out:
             write(out, results)

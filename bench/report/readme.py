@@ -137,7 +137,27 @@ def training_table(results: Path) -> str:
     early = dict.fromkeys(f"{row['model']} {row['context_length']:,}" for row in best if "peak_of" not in row)
     if early:
         lines[-1] += f" Memory is the second step's, but that of the first step tried in {', '.join(early)}."
-    return "\n".join(lines)
+    return "\n".join([*lines, "", f"{tried(rows)} {first_steps(file)}"])
+
+
+def tried(rows: list[dict]) -> str:
+    """The micro-batches among which the best were chosen."""
+    batches = {}
+    for row in sorted(rows, key=lambda row: (row["model"], row["context_length"], row["batch_size"])):
+        if row["trainer"] != "floor":
+            batches.setdefault(f"{row['model']} {row['context_length']:,}", {})[str(row["batch_size"])] = None
+    texts = (f"{cell}: {', '.join(sizes)}" for cell, sizes in batches.items())
+    return f"Micro-batches tried: {'; '.join(texts)}."
+
+
+def first_steps(file: dict) -> str:
+    """gpt2's first step, by bench.training --first-step."""
+    cold, warm, commit = (file["first_step_s"][key] for key in ("cold", "warm", "commit"))
+    cold, warm = (math.ceil(10 * seconds) / 10 for seconds in (cold, warm))
+    return (
+        f"With an empty compile cache gpt2's first step takes {cold} s, with the one that it leaves {warm} s "
+        f"(`--first-step`, commit {commit[:12]})."
+    )
 
 
 def sparsity_table(results: Path) -> str:

@@ -1,6 +1,7 @@
 """bench.quality on a CPU: the fast step follows Hugging Face's GPT-2, step by step."""
 
 import json
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -20,7 +21,10 @@ def test_the_fast_step_follows_a_plain_one(tokens, monkeypatch, capsys):
     out = tokens / "quality.json"
     given = [str(tokens), "--model", "gpt2-nano", "--context-length", "32", "--batch", "2", "--steps", "5"]
     monkeypatch.setattr("sys.argv", ["quality", *given, "--seeds=1,2", "--control", "--device=cpu", f"--out={out}"])
+    norms, clip = [], quality.nn.utils.clip_grad_norm_
+    monkeypatch.setattr(quality.nn.utils, "clip_grad_norm_", lambda *args: norms.append(args[1]) or clip(*args))
     quality.main()
+    assert norms == [1.0] * 20, "each step of four plain runs is clipped"
     rows = {(row["seed"], row["trained_by"]): row["loss_curve"] for row in json.loads(out.read_text())["rows"]}
     assert list(rows) == [(seed, name) for seed in (1, 2) for name in ("fast", "plain", "control")]
     for seed in (1, 2):
@@ -30,3 +34,19 @@ def test_the_fast_step_follows_a_plain_one(tokens, monkeypatch, capsys):
     assert rows[1, "fast"] != pytest.approx(rows[2, "fast"], abs=2e-3)
     ends = [sum(rows[seed, name]) / 5 for name in ("fast", "plain") for seed in (1, 2)]
     assert f"fast {(sum(ends[:2]) - sum(ends[2:])) / 2:+.4f}, control" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("above", "code"), [(0.009, None), (-0.009, None), (0.011, 1), (-0.02, 1), (float("nan"), 1)])
+def test_a_fast_step_that_ends_elsewhere_is_told_by_the_exit_code(monkeypatch, above, code):
+    monkeypatch.setattr("sys.argv", ["quality", "tokens"])
+    monkeypatch.setattr(quality, "run", lambda arguments: above)
+    with nullcontext() if code is None else pytest.raises(SystemExit) as ended:
+        quality.main()
+    assert code is None or ended.value.code == code
+
+
+def test_losses_that_are_no_numbers_are_written(tokens, monkeypatch):
+    out = tokens / "quality.json"
+    monkeypatch.setattr(quality, "curves", lambda *_: [("fast", [1.0, float("nan")]), ("plain", [1.0, 2.0])])
+    above = quality.run(quality.parse([str(tokens), "--device=cpu", "--steps=2", f"--out={out}"]))
+    assert above != above and json.loads(out.read_text())["rows"][0]["loss_curve"] == [1.0, None]

@@ -2,9 +2,8 @@
 
 import json
 import time
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from bench.timing import Cpu
 from bench.trainers import Cell, Trainer
 from errors import UserError
 from kernels.flash2 import flash2
-from model.gpt2 import ModelConfig
+from model.gpt2 import GPT2, ModelConfig
 from tests.bench.stopwatch import Stopwatch
 
 EAGER = {"ours": Trainer("ours", "flash2", False), "huggingface": Trainer("huggingface", "naive", False)}
@@ -58,8 +57,13 @@ class Job:
     def park(self):
         self.log.append("park")
 
-    def resume(self):
+    @contextmanager
+    def alone(self):
         self.log.append("resume")
+        try:
+            yield
+        finally:
+            self.park()
 
 
 def test_the_search_ends_where_the_speed_falls(cell):
@@ -98,10 +102,86 @@ def test_a_first_step_of_minutes_is_the_only_one(cell):
 
 def test_contenders_are_timed_in_turn_each_alone(cell):
     jobs = [Job(), Job()]
-    contenders = [steps.Contender(steps.empty_row(cell, EAGER["ours"], 2), job, 3) for job in jobs]
+    contenders = [steps.Contender(tried(cell), job, 3) for job in jobs]
     steps.alternate(cell, contenders, rounds=3, gpu=Stopwatch([1.0, 10.0, 3.0, 30.0, 2.0, 90.0]))
     assert [contender.row["ms"] for contender in contenders] == [2, 30]
     assert jobs[0].log == jobs[1].log == ["resume", 2, "park"] * 3
+
+
+def test_a_trainer_that_fails_when_it_is_timed_in_turn_does_not_end_the_others(cell):
+    """It gives its memory back, has no more turns, and its row tells."""
+    jobs = [Job(fails_at=2), Job()]
+    contenders = [steps.Contender(tried(cell), job, 3) for job in jobs]
+    steps.alternate(cell, contenders, rounds=3, gpu=Stopwatch([10.0, 30.0, 90.0]))
+    assert [contender.row["status"] for contender in contenders] == ["oom", "ok"]
+    assert jobs[0].log == ["resume", 2, "park"] and contenders[1].row["ms"] == 30
+
+
+def tried(cell) -> dict:
+    """The row of a trainer whose first steps went well."""
+    row = steps.empty_row(cell, EAGER["ours"], 2)
+    steps.complete(row, cell, 1.0)
+    return row
+
+
+def test_speed_and_flops_of_a_step(cell, monkeypatch):
+    """32 tokens in a millisecond; 6 FLOPs a weight but for positions, and 12 x 2 layers x 32 wide x 16 tokens."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    row = tried(cell)
+    weights = 2 * (12 * 32**2 + 13 * 32) + (50304 + 2) * 32
+    assert weights == GPT2(cell.shape(), flash2).n_params() and row["tokens_per_second"] == 32_000
+    assert row["tflops"] == pytest.approx(32_000 * (6 * weights + 12 * 2 * 32 * 16) / 1e12)
+    assert row["mfu"] == pytest.approx(row["tflops"] / 989, rel=1e-3)
+
+
+NANOGPT = """
+from types import SimpleNamespace
+import torch
+class GPTConfig:
+    def __init__(self, **sizes):
+        self.__dict__ |= sizes
+class GPT(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config, self.weight = config, torch.nn.Parameter(torch.ones(3, 3))
+        attention = torch.nn.Module()
+        attention.flash = True
+        self.transformer = torch.nn.ModuleDict({"h": torch.nn.ModuleList([torch.nn.ModuleDict({"attn": attention})])})
+    def forward(self, x, y):
+        return None, 1e6 * self.weight.sum()
+"""
+
+
+@pytest.mark.parametrize("attention", ["naive", "sdpa"])
+def test_nanogpts_model_is_as_wide_and_deep_as_ours_and_its_gradient_clipped(cell, tmp_path, monkeypatch, attention):
+    """At most one in norm; naive attention is what it does without torch's kernel, under a causal mask."""
+    (tmp_path / "model.py").write_text(NANOGPT)
+    job = trainers.nanogpt(
+        cell, Trainer("nanogpt", attention, False), "cpu", trainers.load_nanogpt(tmp_path / "model.py")
+    )
+    config, norms = job.model.config, []
+    assert (config.n_layer, config.n_head, config.n_embd, config.block_size) == (2, 2, 32, 16)
+    assert (config.vocab_size, config.bias, config.dropout) == (50304, True, 0)
+    attn = job.model.transformer.h[0].attn
+    assert attn.flash == (attention == "sdpa")
+    assert attention == "sdpa" or torch.equal(attn.bias[0, 0], torch.ones(16, 16).tril())
+    take = job.optimizer.step
+    monkeypatch.setattr(job.optimizer, "step", lambda: norms.append(job.model.weight.grad.norm()) or take())
+    job.step(2)
+    assert norms == [pytest.approx(1)]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [("def", "cannot be run as Python"), ("GPT = 1", "has no GPT and GPTConfig"), (None, "does not exist")],
+)
+def test_a_file_that_is_none_of_nanogpts_is_refused(tmp_path, text, sentence):
+    file = tmp_path / "model.txt"
+    if text:
+        file.write_text(text)
+    with pytest.raises(UserError, match=sentence):
+        training.run(training.parse(["--nanogpt", str(file)]))
 
 
 def test_the_floor_is_every_product_of_the_model_and_the_fastest_attention(cell, monkeypatch):
@@ -111,11 +191,26 @@ def test_the_floor_is_every_product_of_the_model_and_the_fastest_attention(cell,
     assert counter.get_total_flops() == 6 * 2 * 16 * (2 * 12 * 32**2 + trainers.PADDED * 32)
     variants = {"slow": lambda *given, **options: time.sleep(0.02) or flash2(*given, **options), "flash2": flash2}
     parts = floor.contenders(cell, 2, variants, Cpu())
+    calls = []
+    monkeypatch.setitem(variants, "flash2", lambda *given, **options: calls.append(1) or flash2(*given, **options))
+    with parts["attention"].job.alone():
+        parts["attention"].job.step(2)
+    assert len(calls) == 2, "one for each layer"
     steps.alternate(cell, list(parts.values()), rounds=1, gpu=Stopwatch([5.0, 3.0]))
     row = floor.row_of(cell, parts)
     assert row["parts_ms"] == {"matmul": 5, "attention": 3} and row["ms"] == 8
     assert (row["attention"], row["batch_size"], row["status"]) == ("flash2", 2, "ok")
     assert all(part.job.call is None for part in parts.values())
+
+
+def test_a_floor_that_cannot_be_measured_is_a_row_that_says_so(cell):
+    def refuses(*given, **options):
+        raise ValueError("not this shape")
+
+    parts = floor.contenders(cell, 2, {"refuses": refuses}, Cpu())
+    steps.alternate(cell, list(parts.values()), rounds=1, gpu=Stopwatch())
+    row = floor.row_of(cell, parts)
+    assert row["status"] == "failed" and row["message"] == "no attention among refuses computes this shape"
 
 
 def test_speed_memory_and_floor_are_compared_at_the_best(cell):
@@ -139,6 +234,8 @@ def test_speed_memory_and_floor_are_compared_at_the_best(cell):
     ("kernel", "kind"),
     [
         ("main_kernel", "attention"),
+        ("void at::native::cunn_SoftMaxForward<8, float, float, float, SoftMaxForwardEpilogue>", "attention"),
+        ("void at::native::cunn_SoftMaxForward<8, float, float, float, LogSoftMaxForwardEpilogue>", "head and loss"),
         ("void pytorch_flash::flash_fwd_kernel<...>", "attention"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26", "attention"),
         ("triton_red_fused__softmax__to_copy_masked_fill_3", "attention"),
@@ -168,7 +265,8 @@ def test_idle_is_what_no_kernel_covers():
     [
         (["--cells", "gpt5"], "--cells gpt5 is unknown"),
         (["--trainers", "ours:magic"], "--trainers ours:magic is unknown"),
-        (["--nanogpt", "nowhere.py"], "--nanogpt nowhere.py does not exist"),
+        (["--trainers", "nanogpt:sdpa"], "--trainers names nanogpt, whose model.py is not given; add --nanogpt"),
+        (["--fa3-library", "nowhere.so"], "nowhere.so"),
     ],
 )
 def test_what_is_unknown_is_refused_before_anything_is_measured(given, message):
@@ -181,18 +279,62 @@ def test_without_its_file_nanogpt_is_left_out():
     assert list(map(str, chosen)) == ["ours:flash2"]
 
 
-def test_rows_of_other_cells_stay_unless_they_are_of_another_machine(tmp_path, monkeypatch):
+def test_only_what_is_measured_as_it_is_meant_to_be_takes_the_place_of_the_results():
+    parts = [
+        "--cells=gpt2_1k",
+        "--trainers=ours:flash2",
+        "--batches=4",
+        "--no-floor",
+        "--activation-checkpointing=full",
+    ]
+    assert [training.is_whole(training.parse([part])) for part in parts] == [False] * 5
+    assert training.is_whole(training.parse(["--breakdown", "--rounds=3"]))
+
+
+def test_micro_batches_are_tried_from_the_smallest():
+    (cell,) = training.chosen_cells(training.parse(["--cells=gpt2_1k", "--batches=64,32,64"]))
+    assert cell.batches == (32, 64)
+
+
+@pytest.fixture
+def measured(tmp_path, monkeypatch):
+    """bench.training with made-up rows, the file that has some of two cells, and where it runs."""
     here = {"gpu": "a", "driver": "b", "torch": "c", "triton": "d", "commit": "e"}
     monkeypatch.setattr(environment, "environment", lambda: dict(here))
-    rows = [{"model": "gpt2", "context_length": n, "commit": "e"} for n in (1024, 8192)]
+    monkeypatch.setattr(training, "Gpu", Cpu)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+
+    def measure(cell, arguments, gpu):
+        if cell.context_length == 8192:
+            raise KeyboardInterrupt
+        return [steps.empty_row(cell, EAGER["ours"], 1) | {"status": "ok", "best": False}]
+
+    monkeypatch.setattr(training, "measure", measure)
+    cells = training.chosen_cells(training.parse(["--cells=gpt2_1k,gpt2_8k,gpt2_16k"]))
+    rows = [steps.empty_row(cell, EAGER["ours"], 1) | {"status": "ok", "commit": "e"} for cell in cells]
     out = tmp_path / "training.json"
     out.write_text(json.dumps({"environment": here, "rows": rows}))
-    cells = [SimpleNamespace(model="gpt2", context_length=1024)]
-    again = partial(training.is_of, cells=cells)
-    assert environment.begin(out, False, again)["rows"] == []
     here["commit"] = "f"
-    results = environment.begin(out, True, again)
-    assert results["rows"] == rows[1:] and results["environment"] == here
+    return out, here
+
+
+def test_rows_stay_until_others_of_their_cell_take_their_place(measured):
+    """Those of a cell in which the run is interrupted too."""
+    out, _ = measured
+    with pytest.raises(KeyboardInterrupt):
+        training.run(training.parse(["--cells=gpt2_1k,gpt2_8k", "--add", f"--out={out}"]))
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["context_length"], row["commit"]) for row in rows] == [(8192, "e"), (16384, "e"), (1024, "f")]
+
+
+def test_rows_of_another_machine_or_benchmark_are_not_added_to(measured):
+    out, here = measured
     here["torch"] = "g"
-    with pytest.raises(UserError, match="torch c, not g"):
-        environment.begin(out, True, again)
+    before = out.read_text()
+    with pytest.raises(UserError, match="torch c, not g; without --add all is measured anew"):
+        training.run(training.parse(["--cells=gpt2_1k", "--add", f"--out={out}"]))
+    assert out.read_text() == before
+    out.write_text(json.dumps({"environment": here, "rows": [{"variant": "flash2"}]}))
+    with pytest.raises(UserError, match="holds rows of another benchmark; name another file by --out"):
+        training.run(training.parse(["--cells=gpt2_1k", "--add", f"--out={out}"]))
