@@ -41,7 +41,7 @@ def test_tuned_tiles_of_hopper_spill_no_registers_and_keep_the_tensor_cores_busy
     others = [row for row in compiled if row["target"] == "sm_90" and "other" in row]
     assert len(others) == len(ahead_of_time.DTYPES) * len(ahead_of_time.others("bf16"))
     baselines = [row for row in compiled if row["target"] == "sm_90" and "baseline" in row]
-    assert len(baselines) == 13
+    assert len(baselines) == 14
     fused = [row for row in compiled if "fused" in row]
     assert len(fused) == len(ahead_of_time.fused())
     for row in tuned + specialised + others + baselines + fused:

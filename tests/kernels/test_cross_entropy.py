@@ -78,11 +78,15 @@ def test_without_gradient_the_logits_stay(implementation):
 def test_loss_and_gradients_in_chunks_are_those_of_whole_logits(tokens, dtype, monkeypatch):
     """By 4, 4, 7 and 16 tokens. With the weight in fp32 its gradient is summed in fp32, whatever the products' are."""
     monkeypatch.setattr(op, "CHUNK", (4, 16))
+    products, mm = [], torch.mm
+    monkeypatch.setattr(torch, "mm", lambda a, b, out: products.append(out.shape) or mm(a, b, out=out))
     torch.manual_seed(0)
     hidden = torch.randn(tokens, 32, device=DEVICE).to(dtype).requires_grad_()
     weight = torch.randn(192, 32, device=DEVICE, requires_grad=True)
     targets = torch.randint(150, (tokens,), device=DEVICE)
     loss = linear_cross_entropy(hidden, weight, targets, 150)
+    logits = [rows for rows, columns in products if columns == 192]
+    assert sum(logits) == tokens and max(logits) == {1: 1, 16: 4, 50: 7, 200: 16}[tokens]
     found = torch.autograd.grad(3 * loss, (hidden, weight))
     assert [x.dtype for x in found] == [dtype, torch.float32]
     exact = F.cross_entropy((hidden.double() @ weight.to(dtype).double().T)[:, :150], targets)
