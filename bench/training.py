@@ -70,17 +70,24 @@ def measure(cell: Cell, arguments: argparse.Namespace, gpu: Gpu) -> list[dict]:
     best_of_ours = next((row for row in rows if row["best"] and row["trainer"] == "ours"), None)
     parts = floor_parts(cell, best_of_ours, arguments, gpu)
     alternate(cell, [*contenders, *parts.values()], arguments.rounds, gpu)
-    for contender in contenders if arguments.breakdown else []:
-        if contender.steps:
-            with recorded([contender.row], gpu), contender.job.alone():
-                contender.row["breakdown_ms"] = breakdown(partial(contender.job.step, contender.row["batch_size"]))
     for contender in (*contenders, *parts.values()):
         if contender.row["status"] != "ok":
             print(f"  {contender.row['trainer']}, timed in turn: {text_of(contender.row)}", flush=True)
+        elif arguments.breakdown and contender.steps and contender in contenders:
+            profile(contender, gpu)
     contenders.clear()
     torch._dynamo.reset()
     gpu.release()
     return rows + ([floor.row_of(cell, parts)] if parts else [])
+
+
+def profile(contender: Contender, gpu: Gpu) -> None:
+    """Adds where a step goes to the row; that it cannot be told leaves the row as it is."""
+    failure = {}
+    with recorded([failure], gpu), contender.job.alone():
+        contender.row["breakdown_ms"] = breakdown(partial(contender.job.step, contender.row["batch_size"]))
+    if failure:
+        print(f"  no breakdown of {contender.row['trainer']}: {failure.get('message', 'out of memory')}", flush=True)
 
 
 def text_of(row: dict) -> str:
