@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -156,10 +156,16 @@ def cause(stderr: str) -> str:
     return (lines or ["no error was named"])[0]
 
 
+def chosen(scaling: Scaling, batch: int | None) -> Scaling:
+    """The cell, at another micro-batch if one is given."""
+    return replace(scaling, cell=replace(scaling.cell, batches=(batch,))) if batch else scaling
+
+
 def is_of(row: dict, scaling: Scaling) -> bool:
-    """Whether a row is of that cell."""
+    """Whether a row is of that cell at its micro-batch."""
     cell = scaling.cell
-    return (row["model"], row["context_length"], row["parallel"]) == (cell.model, cell.context_length, scaling.parallel)
+    shape = row["model"], row["context_length"], row["batch_size"], row["parallel"]
+    return shape == (cell.model, cell.context_length, *cell.batches, scaling.parallel)
 
 
 def add_linear(rows: list[dict]) -> None:
@@ -171,7 +177,7 @@ def add_linear(rows: list[dict]) -> None:
 
 def show(rows: list[dict]) -> None:
     table = Table(title="training on several GPUs")
-    for column in ("model", "context", "parallel", "GPUs", "tokens/s", "of linear", "TFLOP/s", "GiB", "stall"):
+    for column in ("model", "context", "batch", "parallel", "GPUs", "tokens/s", "of linear", "TFLOP/s", "GiB", "stall"):
         table.add_column(column, justify="left" if column in ("model", "parallel") else "right")
     for row in rows:
         speeds = [row["status"], "", "", "", ""]
@@ -179,7 +185,8 @@ def show(rows: list[dict]) -> None:
             linear = f"{row['linear']:.1%}" if row["linear"] else "-"
             speeds = [f"{row['tokens_per_second']:,.0f}", linear, f"{row['tflops']:.0f}", f"{row['peak_gib']:.1f}"]
             speeds.append(f"{row['stall_s']:.2f} s" if row["stall_s"] is not None else "-")
-        table.add_row(row["model"], f"{row['context_length']:,}", row["parallel"], str(row["gpus"]), *speeds)
+        shape = row["model"], f"{row['context_length']:,}", str(row["batch_size"])
+        table.add_row(*shape, row["parallel"], str(row["gpus"]), *speeds)
     Console(width=100).print(table)
 
 
@@ -192,6 +199,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--cells", default=",".join(CELLS), help=f"only these, separated by commas (all: {', '.join(CELLS)})")
     add("--gpus", default="1,2,4,8", help="how many, separated by commas (1,2,4,8)")
+    add("--batch", type=positive, help="micro-batch of each GPU, instead of the cell's")
     add("--steps", type=positive, default=10, help="of a sample (10)")
     add("--rounds", type=positive, default=5, help="samples of a row (5)")
     add(
@@ -228,16 +236,17 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.device == "cuda" and max(counts) > torch.cuda.device_count():
         raise UserError(f"--gpus {max(counts)}, but torch sees {torch.cuda.device_count()} GPUs here; ask for fewer")
     out = arguments.out or scaling_folder(arguments.gpu, max(counts)) / "scaling.json"
-    results = begin(out, arguments.add, ("model", "context_length", "parallel", "gpus", "tokens_per_second"))
+    cells = [chosen(CELLS[name], arguments.batch) for name in names]
+    results = begin(out, arguments.add, ("model", "context_length", "batch_size", "parallel", "gpus"))
     commit = {"commit": results["environment"]["commit"]}
-    for name in names:
-        results["rows"], rows = [row for row in results["rows"] if not is_of(row, CELLS[name])], []
+    for scaling in cells:
+        results["rows"], rows = [row for row in results["rows"] if not is_of(row, scaling)], []
         for gpus in counts:
-            rows.append(row := row_of(CELLS[name], gpus, arguments) | commit)
+            rows.append(row := row_of(scaling, gpus, arguments) | commit)
             add_linear(rows)
             write(out, results | {"rows": [*results["rows"], *rows]})
             speed = f"{row['tokens_per_second']:,.0f} tokens/s" if row["status"] == "ok" else row["message"]
-            print(f"{name} on {gpus}: {row['status']}, {speed}", flush=True)
+            print(f"{scaling.name} on {gpus}: {row['status']}, {speed}", flush=True)
         results["rows"] += rows
     show(results["rows"])
     print(f"written to {out}")

@@ -43,12 +43,26 @@ def test_rows_of_other_cells_are_kept_where_that_is_asked_for(tmp_path, monkeypa
         "stall_s": None,
     }
     keys = {"context_length": 64, "parallel": "fsdp"}
-    monkeypatch.setattr(scaling, "row_of", lambda cell, n, _: {"model": cell.cell.model, "gpus": n, **keys, **speed})
+
+    def row_of(scaling, n, _):
+        return {"model": scaling.cell.model, "batch_size": scaling.cell.batches[0], "gpus": n, **keys, **speed}
+
+    monkeypatch.setattr(scaling, "row_of", row_of)
     out = tmp_path / "scaling.json"
-    for given in (["--cells=one,other", "--gpus=1,2"], ["--cells=other", "--gpus=1,4", "--add"]):
+    again, larger = ["--cells=other", "--gpus=1,4", "--add"], ["--cells=other", "--gpus=4", "--batch=8", "--add"]
+    for given in (["--cells=one,other", "--gpus=1,2"], again, larger):
         scaling.run(scaling.parse([*given, "--device=cpu", f"--out={out}"]))
-    rows = [(row["model"], row["gpus"], row["linear"]) for row in json.loads(out.read_text())["rows"]]
-    assert rows == [("one", 1, 1), ("one", 2, 0.5), ("other", 1, 1), ("other", 4, 0.25)]
+    rows = [
+        tuple(row[key] for key in ("model", "batch_size", "gpus", "linear"))
+        for row in json.loads(out.read_text())["rows"]
+    ]
+    assert rows == [
+        ("one", 2, 1, 1),
+        ("one", 2, 2, 0.5),
+        ("other", 2, 1, 1),
+        ("other", 2, 4, 0.25),
+        ("other", 8, 4, None),
+    ]
 
 
 def test_the_error_of_a_process_is_what_a_failed_row_tells():
