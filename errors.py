@@ -20,6 +20,17 @@ def refuse(sentence: str) -> NoReturn:
     sys.exit(2)
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says, or its kind where it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def described(error: BaseException) -> str:
+    """The kind of an error and the first line of what it says."""
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
 def interrupted() -> NoReturn:
     """Ends the program after Ctrl-C, with the status that shells give it."""
     print("interrupted", file=sys.stderr)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from conf.cli import launch
 from conf.schema import ExportConfig
-from data.tokenizers import get_tokenizer
+from data.tokenizers import end_of_text
 from errors import UserError
 from model.gpt2 import ModelConfig
 from model.huggingface import save_pretrained
@@ -17,7 +17,7 @@ def export(config: ExportConfig) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"to={folder} exists and is not an empty folder; give a new one")
     state = checkpoint.load(config.checkpoint)
-    eot = get_tokenizer(state["tokenizer"]).eot
+    eot = end_of_text(state["tokenizer"])
     save_pretrained(ModelConfig(**state["model_config"]), state["model"], folder, eot)
     print(f"step {state['step']} of {config.checkpoint} is now a Hugging Face GPT-2 in {folder}")
 

@@ -24,7 +24,7 @@ from model.gpt2 import GPT2, ModelConfig
 from trainer.anomalies import IN_A_ROW, Watch, read_record
 from trainer.checkpoint import CheckpointError, Checkpoints
 from trainer.distributed import ALONE, World, join, started
-from trainer.evaluation import score
+from trainer.evaluation import perplexity, score
 from trainer.folders import claimed
 from trainer.loading import load_model
 from trainer.loggers import Loggers
@@ -305,7 +305,8 @@ def evaluate_only(config: Config) -> None:
     metrics = {"val/loss": result.loss, "val/perplexity": result.perplexity, "tokens": result.tokens}
     metrics |= {"val/word_perplexity": result.word_perplexity, "words": result.words} | sizes
     where = {"checkpoint": config.checkpoint.load, "data": str(tokens.dir), "attention": config.attention.name}
-    (folder / "evaluation.json").write_text(json.dumps(where | metrics, indent=2) + "\n")
+    finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
+    (folder / "evaluation.json").write_text(json.dumps(where | finite, indent=2, allow_nan=False) + "\n")
     print(f"outputs in {folder}")
 
 
@@ -399,11 +400,6 @@ def read_window(
         "train/grad_norm": norm,
         "train/lr": learning_rate(state.step - 1, config.optimizer, config.train.max_steps),
     }
-
-
-def perplexity(loss: float) -> float:
-    """exp of a loss in nats; infinite where that overflows."""
-    return math.exp(loss) if loss < 700 else math.inf
 
 
 def describe(config: Config, compute: Compute, state: TrainState, tokens: TokenSet) -> str:

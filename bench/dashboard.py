@@ -14,8 +14,8 @@ import wandb_workspaces.workspaces as ws
 from wandb_workspaces.reports.v2.interface import Panel
 
 from bench.attention import output_file, write
-from errors import UserError, refusing
-from trainer.loggers import WandbConfig, first_line, server_problem
+from errors import UserError, described, refusing
+from trainer.loggers import WandbConfig, server_problem
 
 GROUPS = ("attention.name", "model.context_length")
 TITLE = "Attention variants"
@@ -114,7 +114,7 @@ def publish(pages: list[wr.Report | ws.Workspace]) -> None:
         except Exception as error:  # of many kinds: GraphQL's, the network's, wandb's and the library's own
             raise UserError(
                 f"wandb did not take the {type(page).__name__.lower()} for {page.entity}/{page.project} "
-                f"({first_line(error)}); check --entity and --project, and the account with `wandb login --relogin`"
+                f"({described(error)}); check --entity and --project, and the account with `wandb login --relogin`"
             ) from error
         print(f"{type(page).__name__.lower()}: {page.url}")
 
@@ -128,7 +128,7 @@ def default_entity() -> str:
     try:
         entity = wandb.Api().default_entity
     except Exception as error:
-        raise UserError(f"wandb refuses the account ({first_line(error)}); run `wandb login --relogin`") from error
+        raise UserError(f"wandb refuses the account ({described(error)}); run `wandb login --relogin`") from error
     if not entity:
         raise UserError("this wandb account has no default entity; name a user or a team with --entity")
     return entity

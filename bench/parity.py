@@ -3,6 +3,7 @@
 import argparse
 import json
 import re
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +11,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from bench.attention import output_file
+from bench.attention import output_file, results_folder, write
 from bench.environment import ROOT, environment
-from errors import refusing
+from errors import UserError, refusing
 
 VARIANTS = ("naive", "sdpa", "flash2")
 TOLERANCE = 0.02  # nats between the final validation losses
@@ -29,14 +30,18 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--variants", default=",".join(VARIANTS), help=help_)
     parser.add_argument("--tolerance", type=float, default=TOLERANCE, help="nats between the final validation losses")
     parser.add_argument("--steps", type=int, default=600, help="optimizer steps of each run")
-    parser.add_argument("--gpu", default="h200", help="folder under bench/results")
+    parser.add_argument("--gpu", help="folder under bench/results; by default made of the device's name")
     parser.add_argument("--work", type=Path, default=Path("outputs/parity"), help="folder of the runs")
     parser.add_argument("--out", type=output_file, help="file to write instead of bench/results/<gpu>/parity.json")
     return parser.parse_args()
 
 
 def train(variant: str, arguments: argparse.Namespace) -> Path:
-    """Runs train.py with one variant, and returns its folder."""
+    """Runs train.py with one variant, and returns its folder.
+
+    Raises:
+        UserError: the run failed.
+    """
     attention, _, own = variant.partition(":")
     folder = arguments.work / re.sub(r"\W+", "-", variant)
     settings = [
@@ -58,7 +63,8 @@ def train(variant: str, arguments: argparse.Namespace) -> Path:
         "train.sample_tokens=64",
     ]
     command = [sys.executable, str(ROOT / "train.py"), *recipe, *arguments.overrides, *settings]
-    subprocess.run(command, cwd=ROOT, check=True)
+    if code := subprocess.run(command, cwd=ROOT).returncode:
+        raise UserError(f"train.py ended with status {code} for {variant}, and its reason is above; mend that")
     return folder
 
 
@@ -69,8 +75,8 @@ def summarise(variant: str, folder: Path) -> dict:
     timed = timed[len(timed) // 2 :]
 
     def median(key: str) -> float | None:
-        values = sorted(row[key] for row in timed if key in row)
-        return values[len(values) // 2] if values else None
+        values = [row[key] for row in timed if key in row]
+        return statistics.median_high(values) if values else None
 
     losses = [(row["step"], row["train/loss"]) for row in rows if "train/loss" in row]
     validation = [(row["step"], row["val/loss"]) for row in rows if "val/loss" in row]
@@ -112,10 +118,9 @@ def show(rows: list[dict]) -> None:
 @refusing()
 def main() -> None:
     arguments = parse()
+    out = arguments.out or results_folder(arguments.gpu) / "parity.json"
     rows = [summarise(variant, train(variant, arguments)) for variant in arguments.variants.split(",")]
-    out = arguments.out or ROOT / "bench" / "results" / arguments.gpu / "parity.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+    write(out, {"environment": environment(), "rows": rows})
     show(rows)
     losses = [row["val_loss"] for row in rows]
     spread = max(losses) - min(losses)

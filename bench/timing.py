@@ -28,6 +28,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.cells import Cell
 from bench.variants import Contender
+from errors import first_line
 
 SAMPLE_MS, SAMPLE_CALLS = 5, 20  # a sample lasts so long, with at most so many calls
 SLOW_MS = 20  # a sample that lasts longer is taken in fewer rounds
@@ -165,8 +166,8 @@ def recorded(rows: Iterable[dict], gpu: Gpu) -> Iterator[None]:
         yield
         return
     except Exception as error:
-        message = (str(error).strip() or type(error).__name__).splitlines()[0]
-        outcome = {"status": "oom"} if is_out_of_memory(error) else {"status": "failed", "message": message}
+        oom = is_out_of_memory(error)
+        outcome = {"status": "oom"} if oom else {"status": "failed", "message": first_line(error)}
     for row in rows:
         row.update(outcome)
     gpu.release()

@@ -22,11 +22,10 @@ from bench.environment import ROOT
 from conf.schema import Config, TrainConfig
 from data.config import DataConfig
 from data.loader import TrainLoader
-from errors import UserError
+from errors import UserError, described
 from model.attention import AttentionConfig, build_attention
 from model.gpt2 import GPT2, ModelConfig
 from trainer.distributed import ALONE, World
-from trainer.loggers import first_line
 from trainer.optimizer import OptimizerConfig, build_optimizer
 from trainer.parallel import data_parallel, shard
 from trainer.parts import compile_model
@@ -216,7 +215,7 @@ def load_nanogpt(path: Path):
     try:
         loader.exec_module(module)
     except Exception as error:  # whatever the file does
-        raise UserError(f"--nanogpt {path} cannot be run as Python ({first_line(error)})") from error
+        raise UserError(f"--nanogpt {path} cannot be run as Python ({described(error)})") from error
     if not (hasattr(module, "GPT") and hasattr(module, "GPTConfig")):
         raise UserError(f"--nanogpt {path} has no GPT and GPTConfig; give the model.py of karpathy/nanoGPT")
     return module

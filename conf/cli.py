@@ -28,7 +28,7 @@ from omegaconf.errors import (
 )
 
 from conf import schema
-from errors import UserError, interrupted, refuse
+from errors import UserError, first_line, interrupted, refuse
 from trainer.distributed import started
 
 PATIENCE_S = 3  # in which torchrun ends the other processes when one has ended
@@ -240,4 +240,4 @@ def _full_key(error: OmegaConfBaseException) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    return re.sub(r"\s+", " ", str(error).strip().splitlines()[0])
+    return re.sub(r"\s+", " ", first_line(error))

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from errors import UserError
+from errors import UserError, first_line
 from kernels.flash1 import flash1
 from kernels.flash2 import flash2, flash2_packed
 from kernels.flash2.blocks import BLOCK, Listed, butterfly, listed
@@ -286,6 +286,6 @@ def check_attention(
         backend = f" attention.backend={config.backend}" if config.name == "sdpa" else ""
         raise UserError(
             f"attention={config.name}{backend} cannot run on {device.type} with head_dim {head_dim}, {dtype}, "
-            f"dropout {dropout_p} and data.document_mask={str(documents).lower()} ({str(error).splitlines()[0]}); "
+            f"dropout {dropout_p} and data.document_mask={str(documents).lower()} ({first_line(error)}); "
             "choose another attention, or attention.backend=auto with sdpa"
         ) from error

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from errors import UserError
+from errors import UserError, described
 from trainer.checkpoint import Checkpoints, State
-from trainer.loggers import first_line
 from trainer.meters import GIB
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -123,7 +122,7 @@ def host_memory(parts: dict[str, Tensor]) -> dict[str, Tensor]:
     except RuntimeError as error:
         size = len(KINDS) * sum(part.nbytes for part in parts.values()) / GIB
         raise UserError(
-            f"the host lacks the {size:.1f} GiB for a copy of what a checkpoint holds ({first_line(error)}); set "
+            f"the host lacks the {size:.1f} GiB for a copy of what a checkpoint holds ({described(error)}); set "
             "checkpoint.asynchronous=false, or with parallel=fsdp or hsdp start more processes"
         ) from error
 

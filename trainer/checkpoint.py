@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from errors import UserError
+from errors import UserError, first_line
 
 State = dict[str, Any]
 NAME = re.compile(r"step-(\d{8})(\.pt)?")
@@ -347,8 +347,7 @@ def _read_file(path: Path) -> State:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a foreign file raises anything from EOFError to UnpicklingError
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CheckpointError(f"{path} is no readable checkpoint ({reason})") from error
+        raise CheckpointError(f"{path} is no readable checkpoint ({first_line(error)})") from error
     if not isinstance(state, dict) or not {"model", "model_config", "tokenizer", "step"} <= state.keys():
         raise CheckpointError(f"{path} is not a checkpoint of this trainer")
     return state

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from errors import UserError
+from errors import UserError, first_line
 from trainer.signals import StopRequest
 
 PARALLEL = ("none", "ddp", "fsdp", "hsdp")
@@ -125,7 +125,7 @@ def join(parallel: str | None, device: str, timeout_s: int) -> Iterator[World]:
             raise
         raise UserError(
             f"process {rank} of {size} lost another, or waited for it for more than train.timeout_s={timeout_s} "
-            f"({str(error).splitlines()[0]}); mend the error of that process, or set train.timeout_s higher"
+            f"({first_line(error)}); mend the error of that process, or set train.timeout_s higher"
         ) from error
     atexit.unregister(dist.destroy_process_group)
     atexit.register(dist.destroy_process_group)  # not here: the next job of a sweep finds the processes joined

@@ -17,6 +17,11 @@ from errors import UserError
 from trainer.precision import Compute
 
 
+def perplexity(loss: float) -> float:
+    """exp of a loss in nats; infinite where that overflows, and NaN of NaN."""
+    return math.inf if loss >= 700 else math.exp(loss)
+
+
 @dataclass
 class EvaluationConfig:
     """How eval_only=true goes over the validation tokens."""
@@ -65,12 +70,12 @@ class Score:
     @property
     def perplexity(self) -> float:
         """Per token."""
-        return math.exp(min(self.loss, 700))
+        return perplexity(self.loss)
 
     @property
     def word_perplexity(self) -> float:
         """Per word, ends of text being paid for: what figures of word-level models are compared with."""
-        return math.exp(min(self.nats / max(self.words, 1), 700))
+        return perplexity(self.nats / max(self.words, 1))
 
 
 def windows(count: int, context: int, stride: int) -> Iterator[tuple[int, int, int]]:

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
-from errors import UserError
+from errors import UserError, described
 
 Metrics = dict[str, float]
 
@@ -271,7 +271,7 @@ class WandbLogger(Logger):
             action(self._run)
         except Exception as error:
             self._run = None
-            self._on_failure(f"wandb failed and is off from here on; metrics.jsonl goes on ({first_line(error)})")
+            self._on_failure(f"wandb failed and is off from here on; metrics.jsonl goes on ({described(error)})")
 
 
 # Left to itself wandb takes up to 90 s to start and any time at all to finish.
@@ -312,7 +312,7 @@ def _start_wandb_run(config: WandbConfig, run_config: dict[str, Any], folder: Pa
         raise
     except Exception as error:
         raise UserError(
-            f"wandb.mode={config.mode} could not start a run ({first_line(error)}); mend that, "
+            f"wandb.mode={config.mode} could not start a run ({described(error)}); mend that, "
             f"or set wandb.mode={'offline' if config.mode == 'online' else 'disabled'}"
         ) from error
     return run
@@ -354,11 +354,6 @@ def _answers(server: str) -> bool:
     asking.start()
     asking.join(REACH_TIMEOUT_S)
     return answered.is_set()
-
-
-def first_line(error: Exception) -> str:
-    """The kind of an error and the first line of what it says."""
-    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 class Loggers:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from model.gpt2 import CHECKPOINTING
 from trainer.meters import GIB
 from trainer.precision import Compute
 
@@ -18,7 +19,7 @@ def out_of_memory(
     """
     shape, device = model.config, compute.device
     peak = f" at a peak of {torch.cuda.max_memory_allocated(device) / GIB:.1f} GiB" if device.type == "cuda" else ""
-    sizes = candidates(batch_size, micro_steps, shape.context_length)
+    sizes = candidates(batch_size, micro_steps, shape.context_length, model.h[0].activation_checkpointing)
     fitting = (settings for settings, *size in sizes if _fits(model, optimizer, compute, *size))
     remedy = next(fitting, None)
     return (
@@ -28,18 +29,18 @@ def out_of_memory(
     )
 
 
-def candidates(batch_size: int, micro_steps: int, context: int) -> Iterator[tuple[str, int, int, str]]:
+def candidates(batch_size: int, micro_steps: int, context: int, own: str) -> Iterator[tuple[str, int, int, str]]:
     """Settings in the order to try them, and their batch size, context, and which activations are computed twice.
 
-    First smaller micro-batches of the same step, then single sequences with activation checkpointing, then shorter
-    ones.
+    First smaller micro-batches of the same step, with the run's `own` activation checkpointing, then single sequences
+    with more of it, then shorter ones.
     """
     whole = batch_size * micro_steps
     for size in range(batch_size - 1, 0, -1):
         if whole % size == 0:
-            yield f"train.batch_size={size} train.grad_accumulation={whole // size}", size, context, "none"
+            yield f"train.batch_size={size} train.grad_accumulation={whole // size}", size, context, own
     single = f"train.batch_size=1 train.grad_accumulation={whole} train.activation_checkpointing="
-    for checkpointing in ("selective", "full"):
+    for checkpointing in CHECKPOINTING[CHECKPOINTING.index(own) + 1 :]:
         yield f"{single}{checkpointing}", 1, context, checkpointing
     while (context := context // 2) >= 64:
         yield f"{single}full model.context_length={context}", 1, context, "full"

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
+from errors import first_line
 from trainer.background import KINDS, BackgroundCheckpoints, join_state, local
 from trainer.checkpoint import REST, CheckpointError, State, put_aside, sync_folder, write_file
 
@@ -196,5 +197,5 @@ def read_parts(state: State, model: nn.Module | None = None) -> State:
             dcp.load(tensors, storage_reader=reader, no_dist=True)
         whole = join_state(state, tensors)
     except (Exception, CheckpointException) as error:
-        raise CheckpointError(f"{folder} is no readable checkpoint ({str(error).splitlines()[0]})") from error
+        raise CheckpointError(f"{folder} is no readable checkpoint ({first_line(error)})") from error
     return {key: value for key, value in whole.items() if key not in ("folder", "parts")}

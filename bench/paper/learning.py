@@ -1,6 +1,5 @@
 """Validation perplexity after some steps on real tokens, from one seed: what an attention must not change."""
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -17,6 +16,7 @@ from bench.trainers import DTYPE, VOCABULARY, Cell, Trainer, ours
 from data.config import DataConfig
 from data.loader import IGNORED, TrainLoader, validation_batches
 from data.tokens import open_tokens
+from trainer.evaluation import perplexity
 
 SEED = 1
 VALIDATION_TOKENS = 360_448
@@ -45,7 +45,7 @@ def measure(cell: dict, gpu: Gpu, config: PaperConfig) -> Iterator[dict]:
         deque(losses, maxlen=0)  # trains
     model.eval()
     batches = validation_batches(tokens.val, max_tokens=VALIDATION_TOKENS, device=device, name="val.bin", **sizes)
-    yield {"perplexity": math.exp(mean_loss(loss_of, batches)), "status": "ok"}
+    yield {"perplexity": perplexity(mean_loss(loss_of, batches)), "status": "ok"}
 
 
 def huggingface_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:

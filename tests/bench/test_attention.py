@@ -154,6 +154,10 @@ def test_an_unknown_variant_is_refused_with_those_there_are():
 
 
 def test_the_whole_table_goes_to_the_gpus_folder_and_a_part_only_where_it_is_told(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match="torch finds none; name a file by --out"):
+        attention.destination(attention.parse([]))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100-SXM4-80GB")
     for arguments, expected in {
         "": attention.ROOT / "bench/results/a100-sxm4-80gb/attention.json",

@@ -1,4 +1,5 @@
 import json
+import subprocess
 
 import pytest
 
@@ -63,3 +64,14 @@ def test_runs_that_spread_beyond_the_tolerance_fail_and_are_written_all_the_same
         compare({"naive": 4.0, "sdpa": 4.021, "flash2": 4.01}, tmp_path, monkeypatch)
     assert stop.value.code == 1
     assert "spread over 0.0210 nats" in capsys.readouterr().out
+
+
+def test_a_run_that_fails_is_told_without_a_traceback_and_leaves_the_results(tmp_path, monkeypatch, capsys):
+    """train.py has said its sentence by then."""
+    out = tmp_path / "parity.json"
+    monkeypatch.setattr(parity.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 2))
+    monkeypatch.setattr("sys.argv", ["parity", "--variants", "sdpa", "--out", str(out)])
+    with pytest.raises(SystemExit) as ended:
+        parity.main()
+    assert ended.value.code == 2 and not out.exists()
+    assert "error: train.py ended with status 2 for sdpa" in capsys.readouterr().err

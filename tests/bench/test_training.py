@@ -234,6 +234,9 @@ def test_speed_memory_and_floor_are_compared_at_the_best(cell):
     ("kernel", "kind"),
     [
         ("main_kernel", "attention"),
+        ("backward_kernel", "attention"),
+        ("softmax_gradient_kernel", "attention"),
+        ("add_pieces_kernel", "attention"),
         ("void at::native::cunn_SoftMaxForward<8, float, float, float, SoftMaxForwardEpilogue>", "attention"),
         ("void at::native::cunn_SoftMaxForward<8, float, float, float, LogSoftMaxForwardEpilogue>", "head and loss"),
         ("void pytorch_flash::flash_fwd_kernel<...>", "attention"),

@@ -53,6 +53,17 @@ def test_every_option_of_every_group_gives_a_typed_configuration_that_holds_it(o
     assert_holds(config if group == "experiment" else getattr(config, group), chosen)
 
 
+def test_the_learning_rate_is_that_of_the_model_unless_it_is_given():
+    """In a recipe or on the command line; of a model that has none of its own, the schema's."""
+    rates = {name: composed(f"model={name}").optimizer.lr for name in ("gpt2-nano", "gpt2", "gpt3-2.7b")}
+    assert rates == {"gpt2-nano": 4e-3, "gpt2": 6e-4, "gpt3-2.7b": 1.6e-4}
+    for file in (FOLDER / "model").glob("*.yaml"):
+        assert (FOLDER / "optimizer" / "of" / file.name).is_file(), file.stem
+    given = composed("model=gpt2", "optimizer.lr=1e-3").optimizer
+    assert (given.lr, given.min_lr) == (1e-3, 6e-5)
+    assert composed("experiment=gpt2-124m", "model=gpt2-medium").optimizer.lr == 6e-4
+
+
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [

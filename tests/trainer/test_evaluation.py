@@ -16,7 +16,7 @@ from data.tokens import TokenWriter
 from errors import UserError
 from model.attention import VARIANTS
 from tests.e2e import run
-from trainer.evaluation import EvaluationConfig, count_words, windows
+from trainer.evaluation import EvaluationConfig, count_words, perplexity, windows
 
 pytest_plugins = ["tests.e2e"]
 TEXTS = [
@@ -141,3 +141,8 @@ def test_other_tokens_than_the_models_are_refused(tmp_path, hugging_face, traine
     folder = f"data.dir={trained.parent / 'tokens'}"
     outcome = run("train.py", "eval_only=true", "device=cpu", f"hydra.run.dir={tmp_path}", folder, *overrides)
     assert outcome.code == 2 and "was trained on gpt2 tokens, and" in outcome.err
+
+
+def test_the_perplexity_of_a_loss_that_is_no_figure():
+    assert perplexity(2.0) == pytest.approx(7.389056) and perplexity(701.0) == perplexity(math.inf) == math.inf
+    assert math.isnan(perplexity(math.nan))

@@ -25,7 +25,7 @@ def limit(monkeypatch, tokens: int, kept: float) -> None:
 
 
 def test_candidates_keep_the_sequences_of_a_step():
-    found = list(candidates(batch_size=6, micro_steps=2, context=128))
+    found = list(candidates(batch_size=6, micro_steps=2, context=128, own="none"))
     assert [settings for settings, *_ in found] == [
         "train.batch_size=4 train.grad_accumulation=3",
         "train.batch_size=3 train.grad_accumulation=4",
@@ -37,6 +37,9 @@ def test_candidates_keep_the_sequences_of_a_step():
     ]
     sizes = [(1, 128, "none"), (1, 128, "selective"), (1, 128, "full"), (1, 64, "full")]
     assert [tuple(size) for _, *size in found[-4:]] == sizes
+    forgetful = list(candidates(batch_size=6, micro_steps=2, context=128, own="full"))
+    assert [settings for settings, *_ in forgetful] == [settings for settings, *_ in found[:4] + found[6:]]
+    assert {checkpointing for *_, checkpointing in forgetful} == {"full"}
 
 
 @pytest.mark.parametrize(
