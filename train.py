@@ -3,8 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from conf.cli import launch, output_dir
 from conf.schema import Config
-from data.loader import IGNORED, DataError, document_cuts, validation_batches
+from data.loader import IGNORED, DataError, document_options, validation_batches
 from data.tokenizers import end_of_text, get_tokenizer
 from data.tokens import TokenSet, open_tokens
 from errors import UserError
@@ -32,7 +31,6 @@ from trainer.memory import out_of_memory
 from trainer.optimizer import build_optimizer, learning_rate, optimizer_step
 from trainer.parallel import data_parallel, shard, synchronise_gradients
 from trainer.parts import (
-    begin_alone,
     build_loader,
     build_meter,
     build_model,
@@ -41,6 +39,7 @@ from trainer.parts import (
     load_resumed,
     open_checkpoints,
     open_logs,
+    reset_process,
     tokens_in_step,
 )
 from trainer.precision import Compute, choose_compute
@@ -74,7 +73,7 @@ def train(config: Config, world: World = ALONE) -> None:
     where = Path(config.checkpoint.dir or folder / "checkpoints")
     resumed = load_resumed(config, where, world)
     writes_to = {folder: "hydra.run.dir", where: "checkpoint.dir"} if world.is_first else {}
-    begin_alone(config.train, compute)
+    reset_process(config.train, compute)
     model = shard(build_model(config, compute, tokens, resumed), compute, config.train.reshard_after_forward)
     checkpoints = open_checkpoints(where, config.checkpoint, model, compute, config.train.timeout_s)
     with build_loader(config, compute, tokens, model) as loader, claimed(writes_to):
@@ -92,8 +91,7 @@ def train(config: Config, world: World = ALONE) -> None:
                 OmegaConf.save(OmegaConf.structured(config), folder / "config.yaml")
             log.message(describe(config, compute, state, tokens))
             watch = Watch(folder / "replay", config.train.spike_factor, writes=world.is_first)
-            train_on = partial(loop, config, compute, state, tokens, checkpoints, watch, log, stop)
-            path = guarded(train_on, config, compute, state, checkpoints)
+            path = guarded(Run(config, compute, state, tokens, checkpoints, watch, log, stop))
             if not world.is_stopped(stop):
                 log.message(sample(config, compute, model, tokens))
             else:
@@ -103,19 +101,31 @@ def train(config: Config, world: World = ALONE) -> None:
         stop.end_process()
 
 
-def guarded(
-    train_on: Callable[[], Path], config: Config, compute: Compute, state: TrainState, checkpoints: Checkpoints
-) -> Path:
-    """What `train_on` returns, if the data hold and the memory suffices.
+@dataclass
+class Run:
+    """What the loop of a run works with."""
+
+    config: Config
+    compute: Compute
+    state: TrainState
+    tokens: TokenSet
+    checkpoints: Checkpoints
+    watch: Watch
+    log: Loggers
+    stop: StopRequest
+
+
+def guarded(run: Run) -> Path:
+    """The checkpoint that the loop ends with, if the data hold and the memory suffices.
 
     Raises:
         UserError: they do not; it names the remedy, and what a process that is alone has saved or found out.
     """
-    world = compute.world
+    world, state, settings = run.compute.world, run.state, run.config.train
     try:
-        return train_on()
+        return loop(run)
     except DataError as error:
-        saved = f" The state is saved in {save(checkpoints, state)}." if world.size == 1 else ""
+        saved = f" The state is saved in {save(run)}." if world.size == 1 else ""
         raise UserError(f"{error}{saved}") from error
     except torch.OutOfMemoryError as error:
         told = ". ".join(str(error).split(". ")[:2])  # not the error, whose traceback holds what fills the memory
@@ -124,30 +134,22 @@ def guarded(
             f"process {world.rank} of {world.size} is out of memory ({told}); lower train.batch_size, or set "
             "train.activation_checkpointing=full or parallel=fsdp"
         )
-    sizes = config.train.batch_size, config.train.micro_steps
-    raise UserError(out_of_memory(told, state.model, state.optimizer, compute, *sizes))
+    sizes = settings.batch_size, settings.micro_steps
+    raise UserError(out_of_memory(told, state.model, state.optimizer, run.compute, *sizes))
 
 
-def loop(
-    config: Config,
-    compute: Compute,
-    state: TrainState,
-    tokens: TokenSet,
-    checkpoints: Checkpoints,
-    watch: Watch,
-    log: Loggers,
-    stop: StopRequest,
-) -> Path:
+def loop(run: Run) -> Path:
     """Steps until max_steps or a request to stop, and between them metrics, evaluations and checkpoints.
 
     Returns the checkpoint of the last step.
     """
+    config, compute, state, log = run.config, run.compute, run.state, run.log
     settings, tokens_per_step = config.train, tokens_in_step(config.train, state.model.config)
     model = data_parallel(compile_model(state.model, settings, compute), compute.world)
     meter = build_meter(state.model, tokens_per_step, compute)
     window: list[Tensor] = []  # loss and gradient norm of every step since the last row, still on the device
     path, saved_step, compiling = None, None, True
-    while state.step < settings.max_steps and not compute.world.is_stopped(stop):
+    while state.step < settings.max_steps and not compute.world.is_stopped(run.stop):
         began = time.perf_counter()
         result, data_wait = train_step(model, state, config, compute)
         window.append(result)
@@ -162,53 +164,50 @@ def loop(
 
         metrics = {}
         if is_due(state.step, settings.log_interval, settings.max_steps):
-            metrics = read_window(window, state, config, compute, checkpoints, watch, log) | meter.read()
+            metrics = read_window(run, window) | meter.read()
             window = []
         if is_due(state.step, settings.eval_interval, settings.max_steps):
             with meter.excluded():
-                metrics |= evaluate(model, state.model.config, config, compute, tokens)
+                metrics |= evaluate(model, state.model.config, config, compute, run.tokens)
                 if metrics["val/loss"] < state.best_loss:
                     state.best_loss = metrics["val/loss"]
-                    attempt(checkpoints, state, config, log, is_best=True)
+                    attempt(run, is_best=True)
         if metrics:
             log.log(state.step, state.tokens, metrics)
         if is_due(state.step, config.checkpoint.interval, settings.max_steps):
             with meter.excluded():
-                if saved := attempt(checkpoints, state, config, log):
+                if saved := attempt(run):
                     path, saved_step = saved, state.step
     if window:
-        metrics = read_window(window, state, config, compute, checkpoints, watch, log)
-        log.log(state.step, state.tokens, metrics)
+        log.log(state.step, state.tokens, read_window(run, window))
     if saved_step != state.step:
-        return save(checkpoints, state)
-    checkpoints.settle()
+        return save(run)
+    run.checkpoints.settle()
     return path
 
 
-def save(checkpoints: Checkpoints, state: TrainState) -> Path:
+def save(run: Run) -> Path:
     """The checkpoint of the state, which is whole."""
-    path = checkpoints.save(state.step, state.state_dict())
-    checkpoints.settle()
+    path = run.checkpoints.save(run.state.step, run.state.state_dict())
+    run.checkpoints.settle()
     return path
 
 
-def attempt(
-    checkpoints: Checkpoints, state: TrainState, config: Config, log: Loggers, is_best: bool = False
-) -> Path | None:
+def attempt(run: Run, is_best: bool = False) -> Path | None:
     """Saves the state, or begins to when the save before it is done; None where the disk refused it.
 
     Raises:
         CheckpointError: it refused this or the one before, and checkpoint.on_error=stop.
     """
-    path = None
+    path, checkpoints, state = None, run.checkpoints, run.state
     write = checkpoints.save_best if is_best else partial(checkpoints.save, state.step)
     for act in (lambda: checkpoints.settle(before=state.step), lambda: write(state.state_dict())):
         try:
             path = act()
         except CheckpointError as error:
-            if config.checkpoint.on_error == "stop":
+            if run.config.checkpoint.on_error == "stop":
                 raise
-            log.message(f"{error}; training goes on, as checkpoint.on_error=continue")
+            run.log.message(f"{error}; training goes on, as checkpoint.on_error=continue")
     return path
 
 
@@ -228,22 +227,15 @@ def train_step(model: nn.Module, state: TrainState, config: Config, compute: Com
     batches = state.loader.next_batches(micro_steps)
     data_wait = time.perf_counter() - asked
     for i, (inputs, targets) in enumerate(batches):
-        cuts = document_mask(inputs, config)
+        options = document_options(inputs, end_of_text(config.data.tokenizer), config.data.document_mask)
         synchronise_gradients(model, wanted=i == micro_steps - 1)
         with compute.autocast():
-            loss = model(inputs, targets, **cuts)
+            loss = model(inputs, targets, **options)
         state.scaler.scale(loss / micro_steps).backward()
         loss_sum += loss.detach()
     lr = learning_rate(state.step, config.optimizer, config.train.max_steps)
     norm = optimizer_step(state.optimizer, state.scaler, lr, config.optimizer.grad_clip)
     return torch.stack((loss_sum / micro_steps, norm)), data_wait
-
-
-def document_mask(inputs: Tensor, config: Config) -> dict[str, Tensor]:
-    """What keeps the documents of a batch apart in the model, if they are to be."""
-    if not config.data.document_mask:
-        return {}
-    return {"cu_seqlens": document_cuts(inputs, end_of_text(config.data.tokenizer))}
 
 
 @torch.no_grad()
@@ -265,9 +257,10 @@ def evaluate(
     )
     total, count = torch.zeros(2, dtype=torch.float64, device=compute.device)
     for inputs, targets in batches:
-        cuts, counted = document_mask(inputs, config), (targets != IGNORED).sum()
+        options = document_options(inputs, end_of_text(config.data.tokenizer), config.data.document_mask)
+        counted = (targets != IGNORED).sum()
         with compute.autocast():
-            loss = model(inputs, targets, **cuts)
+            loss = model(inputs, targets, **options)
         total += torch.where(counted > 0, loss * counted, 0)  # without a target the mean loss is no number
         count += counted
     total, count = compute.world.sum(torch.stack((total, count))).tolist()
@@ -333,7 +326,7 @@ def replay(config: Config) -> None:
     asked = settings.precision if config.precision.name == "auto" else config.precision
     compute, folder = choose_compute(config.device, asked), output_dir()
     tokens = open_tokens(settings.data)
-    begin_alone(settings.train, compute)
+    reset_process(settings.train, compute)
     model, tokenizer = load_model(source, settings.attention, settings.train.activation_checkpointing)
     model.to(compute.device)
     with build_loader(settings, compute, tokens, model) as loader:
@@ -353,45 +346,16 @@ def replay(config: Config) -> None:
     print(f"outputs in {folder}")
 
 
-def read_window(
-    window: list[Tensor],
-    state: TrainState,
-    config: Config,
-    compute: Compute,
-    checkpoints: Checkpoints,
-    watch: Watch,
-    log: Loggers,
-) -> dict[str, float]:
-    """The metrics of the newest step. Every step since the last row that was not finite, or whose gradient norm was a
-    spike, is recorded and told of.
+def read_window(run: Run, window: list[Tensor]) -> dict[str, float]:
+    """The metrics of the newest step, once all since the last row are judged.
 
     Raises:
-        UserError: a step was not finite, and train.on_nan=stop or too many were in a row; the state, which no such step
-            has touched, is saved first.
+        UserError: as judge says.
     """
-    rows = compute.world.mean(torch.stack(window)).tolist()
+    state, config = run.state, run.config
+    rows = run.compute.world.mean(torch.stack(window)).tolist()
     for step, (loss, norm) in enumerate(rows, start=state.step - len(rows) + 1):
-        broken, spike = watch.is_broken(loss, norm, state.scaler.is_enabled()), watch.spike(norm)
-        if not broken and spike is None:
-            continue
-        stops = broken and (config.train.on_nan == "stop" or watch.in_a_row == IN_A_ROW)
-        path = save(checkpoints, state) if stops else None
-        windows, weights = config.train.sequences, checkpoints.before(step)
-        file = watch.record(step, loss, norm, state=state, windows=windows, weights=weights)
-        told = f"the loss was {loss:.6g} and the gradient norm {norm:.6g} at step {step}"
-        by = "" if weights else " checkpoint=..., there being none from before it"
-        look = f"look at it with python train.py replay={file}{by}" if file else "the disk refused a record of it"
-        if stops:
-            raise UserError(
-                f"{told}; the weights took no such step and are saved in {path}; lower optimizer.lr, or check the "
-                f"data: {look}"
-            )
-        if spike is not None:
-            log.message(f"{told}, {spike:.0f} times the usual; {look}")
-        if not broken:
-            continue
-        state.skipped += 1
-        log.message(f"{told}; the weights did not take it, as train.on_nan=skip ({state.skipped} so far); {look}")
+        judge(run, step, loss, norm)
     loss, norm = rows[-1]
     skipped = {"train/skipped_steps": state.skipped} if config.train.on_nan == "skip" else {}
     return skipped | {
@@ -400,6 +364,36 @@ def read_window(
         "train/grad_norm": norm,
         "train/lr": learning_rate(state.step - 1, config.optimizer, config.train.max_steps),
     }
+
+
+def judge(run: Run, step: int, loss: float, norm: float) -> None:
+    """Records and tells of a step that was not finite, or whose gradient norm was a spike.
+
+    Raises:
+        UserError: it was not finite, and train.on_nan=stop or too many were in a row; the state, which no such step has
+            touched, is saved first.
+    """
+    state, settings, watch = run.state, run.config.train, run.watch
+    broken, spike = watch.is_broken(loss, norm, state.scaler.is_enabled()), watch.spike(norm)
+    if not broken and spike is None:
+        return
+    stops = broken and (settings.on_nan == "stop" or watch.in_a_row == IN_A_ROW)
+    path = save(run) if stops else None
+    weights = run.checkpoints.before(step)
+    file = watch.record(step, loss, norm, state=state, windows=settings.sequences, weights=weights)
+    told = f"the loss was {loss:.6g} and the gradient norm {norm:.6g} at step {step}"
+    by = "" if weights else " checkpoint=..., there being none from before it"
+    look = f"look at it with python train.py replay={file}{by}" if file else "the disk refused a record of it"
+    if stops:
+        raise UserError(
+            f"{told}; the weights took no such step and are saved in {path}; lower optimizer.lr, or check the data: "
+            f"{look}"
+        )
+    if spike is not None:
+        run.log.message(f"{told}, {spike:.0f} times the usual; {look}")
+    if broken:
+        state.skipped += 1
+        run.log.message(f"{told}; the weights did not take it, as train.on_nan=skip ({state.skipped} so far); {look}")
 
 
 def describe(config: Config, compute: Compute, state: TrainState, tokens: TokenSet) -> str:

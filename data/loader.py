@@ -195,7 +195,12 @@ def validation_batches(
     return map(load, range(0, len(longest), batch_size))
 
 
-def document_cuts(inputs: Tensor, eot: int) -> Tensor:
+def document_options(inputs: Tensor, eot: int, apart: bool) -> dict[str, Tensor]:
+    """What the model is called with besides inputs (B, T) to keep documents apart, if they are to be."""
+    return {"cu_seqlens": document_cu_seqlens(inputs, eot)} if apart else {}
+
+
+def document_cu_seqlens(inputs: Tensor, eot: int) -> Tensor:
     """Cumulative lengths of the documents in inputs (B, T) laid end to end, for an attention that keeps them apart.
 
     A document begins with each sequence and after each end of text. The result is (B * T + 1,) int32 whatever their

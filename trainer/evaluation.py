@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
 
-from data.loader import IGNORED, document_cuts
+from data.loader import IGNORED, document_options
 from data.tokenizers import Tokenizer
 from errors import UserError
 from trainer.precision import Compute
@@ -119,9 +119,9 @@ def score(
         alike = i + 1 < len(places) and places[i + 1][1] - places[i + 1][0] == place[1] - place[0]
         if len(pending) == batch or not alike:
             inputs, targets = (x.to(compute.device) for x in _gather(tokens, pending))
-            cuts = {"cu_seqlens": document_cuts(inputs, tokenizer.eot)} if document_mask else {}
+            options = document_options(inputs, tokenizer.eot, document_mask)
             with compute.autocast():
-                nats += model(inputs, targets, **cuts).double() * (targets != IGNORED).sum()
+                nats += model(inputs, targets, **options).double() * (targets != IGNORED).sum()
             pending = []
     return Score(nats.item(), len(tokens) - 1, count_words(tokens, tokenizer))
 

@@ -27,7 +27,7 @@ from trainer.precision import Compute
 from trainer.state import check_resumable
 
 
-def begin_alone(settings: TrainConfig, compute: Compute) -> None:
+def reset_process(settings: TrainConfig, compute: Compute) -> None:
     """Fixes every random draw; in deterministic mode every kernel's order of summation too.
 
     The jobs of a sweep are one process: what an earlier one compiled, chose or holds of the GPU's memory is given up.

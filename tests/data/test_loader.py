@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.loader import IGNORED, DataError, TrainLoader, WindowOrder, document_cuts, validation_batches
+from data.loader import IGNORED, DataError, TrainLoader, WindowOrder, document_cu_seqlens, validation_batches
 from errors import UserError
 
 CPU = torch.device("cpu")
@@ -233,7 +233,7 @@ def test_batches_on_the_gpu_are_those_on_the_cpu():
 def test_cuts_are_where_documents_begin(rows):
     """With 3 as end of text; as many cuts whatever the data, and documents cut where a sequence is."""
     inputs = torch.tensor(rows)
-    cuts = document_cuts(inputs, eot=3)
+    cuts = document_cu_seqlens(inputs, eot=3)
     starts = [i for i, token in enumerate(inputs.flatten()[:-1].tolist(), start=1) if token == 3 or i % 5 == 0]
     assert cuts.tolist() == [0, *starts] + [inputs.numel()] * (inputs.numel() - len(starts))
     assert (cuts.dtype, len(cuts)) == (torch.int32, inputs.numel() + 1)
