@@ -47,8 +47,8 @@ class TrainConfig:
     compile: bool | None = None
     """torch.compile the model; null is true on a GPU, false on a CPU, where compiling outlasts a short run."""
     activation_checkpointing: str = "none"
-    """What the backward pass computes again instead of finding it in memory: none; selective, what GELU gives, a
-    quarter of the activations for about a percent of the time; full, all of a block but its attention: several times
+    """What the backward pass recomputes instead of finding it in memory: none; selective, GELU's output, which saves a
+    quarter of the activations for about a percent of the time; full, whole blocks but their attention: several times
     the context or batch in the same memory, at less speed."""
     deterministic: bool = False
     """Only deterministic kernels, so that a resumed run on a GPU repeats bit for bit; slower."""

@@ -117,10 +117,10 @@ class MLP(nn.Module):
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, keep: bool = True) -> Tensor:
-        """Where it is not to `keep` what GELU gives, half of what it keeps, the backward pass makes that again."""
+    def forward(self, x: Tensor, keep_output: bool = True) -> Tensor:
+        """Of x (B, T, C). Without keep_output the backward pass recomputes GELU's, which is half of what is saved."""
         fc, proj = self.c_fc, self.c_proj
-        x = gelu_mlp(_in_autocast_dtype(x), fc.weight, fc.bias, proj.weight, proj.bias, keep)
+        x = gelu_mlp(_in_autocast_dtype(x), fc.weight, fc.bias, proj.weight, proj.bias, keep_output)
         return self.dropout(x)
 
 
@@ -142,7 +142,7 @@ class Block(nn.Module):
 
     def _forward(self, x: Tensor, cache: KeyValueCache | None, cu_seqlens: Tensor | None) -> Tensor:
         x = x + self.attn(self.ln_1(x), cache, cu_seqlens)
-        return x + self.mlp(self.ln_2(x), keep=self.activation_checkpointing != "selective")
+        return x + self.mlp(self.ln_2(x), keep_output=self.activation_checkpointing != "selective")
 
 
 class GPT2(nn.Module):

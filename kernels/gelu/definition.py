@@ -19,20 +19,20 @@ def _gelu(pre: Tensor) -> Tensor:
     return F.gelu(_wide(pre), approximate="tanh").to(pre.dtype)
 
 
-def forward(x: Tensor, weight: Tensor, bias: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
-    """What the gradient needs, and gelu(pre) for pre = x weight^T + bias; both (N, C) in x's dtype.
+def forward(x: Tensor, weight: Tensor, bias: Tensor, keep_output: bool) -> tuple[Tensor, Tensor]:
+    """What is saved for the gradient, and gelu(pre) for pre = x weight^T + bias; both (N, C) in x's dtype.
 
-    x (N, D), weight (C, D), bias (C,). If the result is to be kept, the gradient needs GELU's slope at pre, else pre.
+    x (N, D), weight (C, D), bias (C,). With keep_output the gradient needs GELU's slope at pre, without it pre itself.
     """
     pre = F.linear(x, weight, bias.to(x.dtype))
-    return _slope(pre).to(x.dtype) if keep else pre, _gelu(pre)
+    return _slope(pre).to(x.dtype) if keep_output else pre, _gelu(pre)
 
 
-def backward(dout: Tensor, weight: Tensor, kept: Tensor, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Of a layer after GELU, whose weight (D, C) is and whose output's gradient is dout (N, D), with what forward kept.
+def backward(dout: Tensor, weight: Tensor, saved: Tensor, keep_output: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """dpre (N, C) in dout's dtype; dpre summed over its rows before it is rounded, (C,) in fp32 or more; and without
+    keep_output gelu(pre) once more.
 
-    dpre (N, C) in dout's dtype; dpre summed over its rows before it is rounded, (C,) in fp32 or more; and GELU's result
-    again, unless that was to be kept.
+    dout (N, D) is the gradient of the output of the layer after GELU, whose weight (D, C) is; saved is forward's.
     """
-    dpre = _wide(dout @ weight) * (_wide(kept) if keep else _slope(kept))
-    return dpre.to(dout.dtype), dpre.sum(0), kept.new_empty(0) if keep else _gelu(kept)
+    dpre = _wide(dout @ weight) * (_wide(saved) if keep_output else _slope(saved))
+    return dpre.to(dout.dtype), dpre.sum(0), saved.new_empty(0) if keep_output else _gelu(saved)

@@ -148,7 +148,7 @@ def _gelu(v):
 
 
 @gluon.jit
-def _gelu_of(results, out, kept, rows, columns, KEEP: gl.constexpr):
+def _gelu_of(results, out, saved, rows, columns, KEEP_OUTPUT: gl.constexpr):
     """Writes gelu(C) and GELU's slope there or C itself, CHUNK rows of a tile at a time."""
     c_slots, c_full, c_empty = results
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
@@ -170,17 +170,17 @@ def _gelu_of(results, out, kept, rows, columns, KEEP: gl.constexpr):
                     mbarrier.arrive(c_empty.index(C))
                 mask = (o_m < left)[:, None]
                 b_out, slope = _gelu(c.to(gl.float32))
-                gl.store(kept + first + offsets, slope.to(c.dtype) if KEEP else c, mask=mask)
+                gl.store(saved + first + offsets, slope.to(c.dtype) if KEEP_OUTPUT else c, mask=mask)
                 gl.store(out + first + offsets, b_out.to(c.dtype), mask=mask)
                 first += CHUNK * columns
                 left -= CHUNK
 
 
 @gluon.jit
-def _gradient_of(results, out, kept, again, sums, rows, columns, KEEP: gl.constexpr):
+def _gradient_of(results, out, saved, recomputed, sums, rows, columns, KEEP_OUTPUT: gl.constexpr):
     """Multiplies a tile with GELU's slope where it is, CHUNK rows at a time, and sums its columns.
 
-    What it needs to have been kept is read two chunks ahead; if that is GELU's input, GELU's result is written again.
+    What was saved is read two chunks ahead; if that is GELU's input, GELU's output is recomputed and written too.
     """
     c_slots, c_full, c_empty = results
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
@@ -193,8 +193,8 @@ def _gradient_of(results, out, kept, again, sums, rows, columns, KEEP: gl.conste
         i, j = _tile(n, rows, columns)
         first, left = i.to(gl.int64) * columns + j, rows - i
         total = gl.zeros([CHUNK, N], gl.float32, LAYOUT)
-        soon = gl.load(kept + first + offsets, mask=(o_m < left)[:, None], other=0.0)
-        later = gl.load(kept + (first + step) + offsets, mask=(o_m < left - CHUNK)[:, None], other=0.0)
+        soon = gl.load(saved + first + offsets, mask=(o_m < left)[:, None], other=0.0)
+        later = gl.load(saved + (first + step) + offsets, mask=(o_m < left - CHUNK)[:, None], other=0.0)
         for C in gl.static_range(2):
             mbarrier.wait(c_full.index(C), n & 1)
             for chunk in gl.static_range(CHUNKS):
@@ -203,14 +203,14 @@ def _gradient_of(results, out, kept, again, sums, rows, columns, KEEP: gl.conste
                 soon = later
                 if C * CHUNKS + chunk + 2 < 2 * CHUNKS:
                     mask = (o_m < left - 2 * CHUNK)[:, None]
-                    later = gl.load(kept + (first + 2 * step) + offsets, mask=mask, other=0.0)
+                    later = gl.load(saved + (first + 2 * step) + offsets, mask=mask, other=0.0)
                 if chunk == CHUNKS - 1:
                     barrier()  # all warps have read
                     mbarrier.arrive(c_empty.index(C))
                 mask = (o_m < left)[:, None]
-                if not KEEP:
+                if not KEEP_OUTPUT:
                     b_out, slope = _gelu(slope)
-                    gl.store(again + first + offsets, b_out.to(c.dtype), mask=mask)
+                    gl.store(recomputed + first + offsets, b_out.to(c.dtype), mask=mask)
                 d = c.to(gl.float32) * slope
                 gl.store(out + first + offsets, d.to(c.dtype), mask=mask)
                 total += d
@@ -220,23 +220,23 @@ def _gradient_of(results, out, kept, again, sums, rows, columns, KEEP: gl.conste
 
 
 @gluon.jit
-def _epilogue(results, out, kept, again, sums, rows, columns, GRADIENT: gl.constexpr, KEEP: gl.constexpr):
+def _epilogue(results, out, saved, recomputed, sums, rows, columns, GRADIENT: gl.constexpr, KEEP_OUTPUT: gl.constexpr):
     if GRADIENT:
-        _gradient_of(results, out, kept, again, sums, rows, columns, KEEP)
+        _gradient_of(results, out, saved, recomputed, sums, rows, columns, KEEP_OUTPUT)
     else:
-        _gelu_of(results, out, kept, rows, columns, KEEP)
+        _gelu_of(results, out, saved, rows, columns, KEEP_OUTPUT)
 
 
 @gluon.jit(do_not_specialize=["rows"])
 def linear_gelu_kernel(
-    a, b, bias, out, kept, again, sums, rows, columns, depth,
-    GRADIENT: gl.constexpr, KEEP: gl.constexpr, REGISTERS: gl.constexpr,
+    a, b, bias, out, saved, recomputed, sums, rows, columns, depth,
+    GRADIENT: gl.constexpr, KEEP_OUTPUT: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """out = gelu(C) for C = A B + bias, and `kept` GELU's slope there or, unless KEEP, C itself. With GRADIENT and no
-    bias: out = C times the slope, which is `kept` or made of it; sums (cdiv(rows, M), columns) fp32 that over the rows
-    of each tile; and unless KEEP again = gelu(kept).
+    """out = gelu(C) for C = A B + bias, and `saved` GELU's slope there or, unless KEEP_OUTPUT, C itself. With GRADIENT
+    and no bias: out = C times the slope, which is `saved` or made of it; sums (cdiv(rows, M), columns) fp32 that over
+    the rows of each tile; and unless KEEP_OUTPUT recomputed = gelu(saved).
 
-    a reads [M, K] of A; b [N, K] of B^T or, with GRADIENT, [K, N] of B; out, kept and again are (rows, columns),
+    a reads [M, K] of A; b [N, K] of B^T or, with GRADIENT, [K, N] of B; out, saved and recomputed are (rows, columns),
     contiguous, columns a multiple of N; what is not used is None. Grid: any number of programs up to that of the tiles.
     """
     a_slots = gl.allocate_shared_memory(a.dtype, [STAGES, M, K], a.layout)
@@ -252,7 +252,7 @@ def linear_gelu_kernel(
         [
             (_multiplier, (0, a, b, bias, rings, results, shape, GRADIENT)),
             (_multiplier, (1, a, b, bias, rings, results, shape, GRADIENT)),
-            (_epilogue, (results, out, kept, again, sums, rows, columns, GRADIENT, KEEP)),
+            (_epilogue, (results, out, saved, recomputed, sums, rows, columns, GRADIENT, KEEP_OUTPUT)),
         ],
         [4, 4],
         [REGISTERS, REGISTERS],
@@ -269,18 +269,18 @@ def _tiles_of(x: Tensor, rows: int, columns: int):
     return descriptor(x, [rows, columns], _layout(rows, columns, x.dtype))
 
 
-def _arguments(a, b, bias, out, kept, again, sums, gradient: bool, keep: bool) -> tuple:
+def _arguments(a, b, bias, out, saved, recomputed, sums, gradient: bool, keep_output: bool) -> tuple:
     """Tensors, numbers and constants of linear_gelu_kernel."""
     tiles = _tiles_of(b, K.value, N.value) if gradient else _tiles_of(b, N.value, K.value)
-    tensors = _tiles_of(a, M.value, K.value), tiles, bias, out, kept, again, sums
-    return tensors, (*out.shape, a.shape[1]), (gradient, keep, REGISTERS)
+    tensors = _tiles_of(a, M.value, K.value), tiles, bias, out, saved, recomputed, sums
+    return tensors, (*out.shape, a.shape[1]), (gradient, keep_output, REGISTERS)
 
 
-def compilation(dtype: torch.dtype, gradient: bool, keep: bool) -> tuple[dict, dict, dict]:
+def compilation(dtype: torch.dtype, gradient: bool, keep_output: bool) -> tuple[dict, dict, dict]:
     """Signature, constants and options of linear_gelu_kernel, to compile it ahead of time."""
     x, floats = torch.empty((M.value, N.value), dtype=dtype), torch.empty(1)
-    others = (None, x, x, None if keep else x, floats) if gradient else (floats, x, x, None, None)
-    tensors, _, constants = _arguments(x, x, *others, gradient, keep)
+    others = (None, x, x, None if keep_output else x, floats) if gradient else (floats, x, x, None, None)
+    tensors, _, constants = _arguments(x, x, *others, gradient, keep_output)
     names = linear_gelu_kernel.arg_names
     signature = {name: "constexpr" if t is None else mangle_type(t) for name, t in zip(names, tensors, strict=False)}
     values = {name: None for name, kind in signature.items() if kind == "constexpr"}
@@ -289,26 +289,26 @@ def compilation(dtype: torch.dtype, gradient: bool, keep: bool) -> tuple[dict, d
     return signature | dict.fromkeys(names[len(signature) :], "constexpr"), values, {"num_warps": 4}
 
 
-def _launch(a, b, bias, out, kept, again, sums, gradient: bool, keep: bool) -> None:
+def _launch(a, b, bias, out, saved, recomputed, sums, gradient: bool, keep_output: bool) -> None:
     (rows, columns), device = out.shape, a.device
     programs = min(-(-rows // M.value) * (columns // N.value), multiprocessors(device))
-    arguments = _arguments(a, b, bias, out, kept, again, sums, gradient, keep)
+    arguments = _arguments(a, b, bias, out, saved, recomputed, sums, gradient, keep_output)
     with torch.cuda.device_of(a):
         launch(linear_gelu_kernel, (a.dtype, bias is None or bias.dtype, device), programs, *arguments, num_warps=4)
 
 
-def forward(x: Tensor, weight: Tensor, bias: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
+def forward(x: Tensor, weight: Tensor, bias: Tensor, keep_output: bool) -> tuple[Tensor, Tensor]:
     """Same contract as definition.forward, where is_fused."""
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
-    kept = torch.empty_like(out)
-    _launch(x, weight, bias, out, kept, None, None, gradient=False, keep=keep)
-    return kept, out
+    saved = torch.empty_like(out)
+    _launch(x, weight, bias, out, saved, None, None, gradient=False, keep_output=keep_output)
+    return saved, out
 
 
-def backward(dout: Tensor, weight: Tensor, kept: Tensor, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
+def backward(dout: Tensor, weight: Tensor, saved: Tensor, keep_output: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Same contract as definition.backward, where is_fused."""
-    rows, columns = kept.shape
-    dpre, again = torch.empty_like(kept), None if keep else torch.empty_like(kept)
-    sums = torch.empty((-(-rows // M.value), columns), dtype=torch.float32, device=kept.device)
-    _launch(dout, weight, None, dpre, kept, again, sums, gradient=True, keep=keep)
-    return dpre, sums.sum(0), kept.new_empty(0) if again is None else again
+    rows, columns = saved.shape
+    dpre, recomputed = torch.empty_like(saved), None if keep_output else torch.empty_like(saved)
+    sums = torch.empty((-(-rows // M.value), columns), dtype=torch.float32, device=saved.device)
+    _launch(dout, weight, None, dpre, saved, recomputed, sums, gradient=True, keep_output=keep_output)
+    return dpre, sums.sum(0), saved.new_empty(0) if recomputed is None else recomputed

@@ -29,20 +29,20 @@ def _fuses(rows: int, columns: int, x: Tensor, *others: Tensor) -> bool:
     return fits and are_aligned(x, *others) and all(tensor.is_contiguous() for tensor in (x, *others))
 
 
-def forward(x: Tensor, weight: Tensor, bias: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
+def forward(x: Tensor, weight: Tensor, bias: Tensor, keep_output: bool) -> tuple[Tensor, Tensor]:
     """Same contract as definition.forward."""
     if _fuses(len(x), len(weight), x, weight, bias):
         from kernels.gelu import hopper  # Gluon, which is for no other GPU
 
-        return hopper.forward(x, weight, bias, keep)
+        return hopper.forward(x, weight, bias, keep_output)
     pre = F.linear(x, weight, bias.to(x.dtype))
-    return pre, triton_kernels.forward_(pre, keep)
+    return pre, triton_kernels.forward_(pre, keep_output)
 
 
-def backward(dout: Tensor, weight: Tensor, kept: Tensor, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
+def backward(dout: Tensor, weight: Tensor, saved: Tensor, keep_output: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Same contract as definition.backward."""
-    if _fuses(*kept.shape, dout, weight, kept):
+    if _fuses(*saved.shape, dout, weight, saved):
         from kernels.gelu import hopper
 
-        return hopper.backward(dout, weight, kept, keep)
-    return triton_kernels.backward(dout @ weight, kept, keep)
+        return hopper.backward(dout, weight, saved, keep_output)
+    return triton_kernels.backward(dout @ weight, saved, keep_output)

@@ -8,53 +8,53 @@ from torch.autograd.function import once_differentiable
 from kernels.operators import implement
 
 _library = torch.library.Library("gelu", "DEF")
-_library.define("forward(Tensor x, Tensor weight, Tensor bias, bool keep) -> (Tensor, Tensor)")
-_library.define("backward(Tensor dout, Tensor weight, Tensor kept, bool keep) -> (Tensor, Tensor, Tensor)")
+_library.define("forward(Tensor x, Tensor weight, Tensor bias, bool keep_output) -> (Tensor, Tensor)")
+_library.define("backward(Tensor dout, Tensor weight, Tensor saved, bool keep_output) -> (Tensor, Tensor, Tensor)")
 
 
 implement(_library, "gelu", ("forward", "backward"))
 
 
 @torch.library.register_fake("gelu::forward")
-def _(x, weight, bias, keep):
+def _(x, weight, bias, keep_output):
     out = x.new_empty((x.shape[0], weight.shape[0]))
     return torch.empty_like(out), out
 
 
 @torch.library.register_fake("gelu::backward")
-def _(dout, weight, kept, keep):
-    sums = kept.new_empty(kept.shape[1], dtype=torch.promote_types(kept.dtype, torch.float32))
-    return torch.empty_like(kept), sums, kept.new_empty(0) if keep else torch.empty_like(kept)
+def _(dout, weight, saved, keep_output):
+    sums = saved.new_empty(saved.shape[1], dtype=torch.promote_types(saved.dtype, torch.float32))
+    return torch.empty_like(saved), sums, saved.new_empty(0) if keep_output else torch.empty_like(saved)
 
 
 class _GeluMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, out_weight, out_bias, keep):
-        kept, activated = torch.ops.gelu.forward(x, weight, bias, keep)
-        ctx.save_for_backward(x, weight, bias, out_weight, kept, activated if keep else None)
+    def forward(ctx, x, weight, bias, out_weight, out_bias, keep_output):
+        saved, activated = torch.ops.gelu.forward(x, weight, bias, keep_output)
+        ctx.save_for_backward(x, weight, bias, out_weight, saved, activated if keep_output else None)
         return F.linear(activated, out_weight, out_bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):
-        x, weight, bias, out_weight, kept, activated = ctx.saved_tensors
-        dout, keep = dout.contiguous(), activated is not None
-        dpre, sums, again = torch.ops.gelu.backward(dout, out_weight, kept, keep)
-        activated = activated if keep else again
+        x, weight, bias, out_weight, saved, activated = ctx.saved_tensors
+        dout, keep_output = dout.contiguous(), activated is not None
+        dpre, sums, recomputed = torch.ops.gelu.backward(dout, out_weight, saved, keep_output)
+        activated = activated if keep_output else recomputed
         return dpre @ weight, dpre.T @ x, sums.to(bias.dtype), dout.T @ activated, dout.sum(0), None
 
 
 def gelu_mlp(
-    x: Tensor, weight: Tensor, bias: Tensor, out_weight: Tensor, out_bias: Tensor, keep: bool = True
+    x: Tensor, weight: Tensor, bias: Tensor, out_weight: Tensor, out_bias: Tensor, keep_output: bool = True
 ) -> Tensor:
     """gelu(x weight^T + bias) out_weight^T + out_bias in x's dtype, autocast or not, with tanh-GELU.
 
     x (..., D), weight (C, D), bias (C,), out_weight (E, C) and out_bias (E,), in floating dtypes. The gradient of
-    GELU's bias is summed in fp32. Where it is not to `keep` what GELU gives, half of what is kept for the backward
-    pass, that makes it again; and GELU's slope with it, which is rounded to x's dtype where it is kept.
+    GELU's bias is summed in fp32. With keep_output the forward pass saves GELU's output and its slope, (N, C) each in
+    x's dtype, for the backward pass; without it only GELU's input, from which both are recomputed: half the memory.
     """
     weight, out_weight, out_bias = (parameter.to(x.dtype) for parameter in (weight, out_weight, out_bias))
-    rows, keep = x.contiguous().flatten(0, -2), keep and torch.is_grad_enabled()
+    rows, keep_output = x.contiguous().flatten(0, -2), keep_output and torch.is_grad_enabled()
     with torch.autocast(x.device.type, enabled=False):
-        out = _GeluMLP.apply(rows, weight, bias, out_weight, out_bias, keep)
+        out = _GeluMLP.apply(rows, weight, bias, out_weight, out_bias, keep_output)
     return out.view(*x.shape[:-1], -1)

@@ -1,7 +1,7 @@
 """Tanh-GELU (Hendrycks and Gimpel, 2016) in Triton, forward and backward.
 
 0.5 v (1 + tanh(u)) with u = sqrt(2 / pi) (v + 0.044715 v^3) is v sigmoid(2 u), one exponential instead of a tanh, which
-would be the bottleneck. If GELU's result is kept, the forward pass leaves the derivative for the backward pass where it
+would be the bottleneck. If GELU's output is kept, the forward pass leaves the derivative for the backward pass where it
 has read the input, which nobody needs then. The backward pass sums its result by column while it has it: reading it
 again for the bias's gradient costs a third of the whole.
 
@@ -32,36 +32,38 @@ def _gelu(v):
 
 
 @triton.jit
-def gelu_kernel(x, out, rows, columns, M: tl.constexpr, N: tl.constexpr, KEEP: tl.constexpr, UPCAST: tl.constexpr):
-    """out = gelu(x) for a tile; if that is to be kept, GELU's slope takes the place of x."""
+def gelu_kernel(
+    x, out, rows, columns, M: tl.constexpr, N: tl.constexpr, KEEP_OUTPUT: tl.constexpr, UPCAST: tl.constexpr
+):
+    """out = gelu(x) for a tile; with KEEP_OUTPUT GELU's slope takes the place of x."""
     o_m = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
     o_n = tl.program_id(1) * N + tl.arange(0, N)
     mask = (o_m < rows)[:, None] & (o_n < columns)[None, :]
     o_x = o_m[:, None] * columns + o_n[None, :]
     b_out, slope = _gelu(tl.load(x + o_x, mask=mask, other=0.0).to(tl.float32))
     tl.store(out + o_x, to(b_out, out.dtype.element_ty, UPCAST), mask=mask)
-    if KEEP:
+    if KEEP_OUTPUT:
         tl.store(x + o_x, to(slope, out.dtype.element_ty, UPCAST), mask=mask)
 
 
 @triton.jit
 def gelu_gradient_kernel(
     dout,
-    kept,
+    saved,
     dx,
-    again,
+    recomputed,
     sums,
     rows,
     columns,
     slab,
     M: tl.constexpr,
     N: tl.constexpr,
-    KEEP: tl.constexpr,
+    KEEP_OUTPUT: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """dx for `slab` rows, a multiple of M, and its sum by column, a row of `sums` (slabs, columns) fp32.
 
-    `kept` is GELU's slope or, unless KEEP, its input, of which its result is made again too.
+    `saved` is GELU's slope or, unless KEEP_OUTPUT, its input, from which its output is recomputed too.
     """
     number = tl.program_id(0)
     first = number.to(tl.int64) * slab
@@ -71,32 +73,32 @@ def gelu_gradient_kernel(
         o_m = first + start + tl.arange(0, M)
         mask = (o_m < rows)[:, None] & (o_n < columns)[None, :]
         o_x = o_m[:, None] * columns + o_n[None, :]
-        slope = tl.load(kept + o_x, mask=mask, other=0.0).to(tl.float32)
-        if not KEEP:
+        slope = tl.load(saved + o_x, mask=mask, other=0.0).to(tl.float32)
+        if not KEEP_OUTPUT:
             b_out, slope = _gelu(slope)
-            tl.store(again + o_x, to(b_out, dx.dtype.element_ty, UPCAST), mask=mask)
+            tl.store(recomputed + o_x, to(b_out, dx.dtype.element_ty, UPCAST), mask=mask)
         b_dx = tl.load(dout + o_x, mask=mask, other=0.0).to(tl.float32) * slope
         total += b_dx
         tl.store(dx + o_x, to(b_dx, dx.dtype.element_ty, UPCAST), mask=mask)
     tl.store(sums + number * columns + o_n, tl.sum(total, 0), mask=o_n < columns)
 
 
-def forward_(x: Tensor, keep: bool) -> Tensor:
-    """gelu(x), x (N, C), in its dtype; GELU's slope takes the place of x if the result is to be kept."""
+def forward_(x: Tensor, keep_output: bool) -> Tensor:
+    """gelu(x), x (N, C), in its dtype; with keep_output GELU's slope takes the place of x."""
     (rows, columns), (m, n, warps) = x.shape, FORWARD
     out = torch.empty_like(x)
     grid = triton.cdiv(rows, m), triton.cdiv(columns, n)
-    gelu_kernel[grid](x, out, rows, columns, m, n, keep, x.device.type == "cpu", num_warps=warps)
+    gelu_kernel[grid](x, out, rows, columns, m, n, keep_output, x.device.type == "cpu", num_warps=warps)
     return out
 
 
-def backward(dout: Tensor, kept: Tensor, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
+def backward(dout: Tensor, saved: Tensor, keep_output: bool) -> tuple[Tensor, Tensor, Tensor]:
     """dout times GELU's slope (N, C), in its dtype; its sums over rows (C,), in fp32; GELU's result or nothing."""
-    (rows, columns), (m, n, warps) = kept.shape, BACKWARD
+    (rows, columns), (m, n, warps) = saved.shape, BACKWARD
     slab = triton.cdiv(triton.cdiv(rows, m), SLABS) * m
     slabs = triton.cdiv(rows, slab)
-    dx, sums = torch.empty_like(kept), torch.empty((slabs, columns), device=kept.device)
-    again = kept.new_empty(0) if keep else torch.empty_like(kept)
-    arguments = dout, kept, dx, again, sums, rows, columns, slab, m, n, keep, kept.device.type == "cpu"
+    dx, sums = torch.empty_like(saved), torch.empty((slabs, columns), device=saved.device)
+    recomputed = saved.new_empty(0) if keep_output else torch.empty_like(saved)
+    arguments = dout, saved, dx, recomputed, sums, rows, columns, slab, m, n, keep_output, saved.device.type == "cpu"
     gelu_gradient_kernel[slabs, triton.cdiv(columns, n)](*arguments, num_warps=warps)
-    return dx, sums.sum(0).to(torch.promote_types(kept.dtype, torch.float32)), again
+    return dx, sums.sum(0).to(torch.promote_types(saved.dtype, torch.float32)), recomputed

@@ -232,11 +232,12 @@ def others(dtype: str) -> dict:
     upcast = {"UPCAST": False}
     loss = (data, "*i64", fp32, size, size, size), {"N": cross_entropy.LONGEST_BLOCK, "GRADIENT": True} | upcast
     (m, n, forward_warps), (rows, columns, backward_warps) = gelu.FORWARD, gelu.BACKWARD
-    forward = (data, data, size, size), {"M": m, "N": n, "KEEP": True} | upcast
+    forward = (data, data, size, size), {"M": m, "N": n, "KEEP_OUTPUT": True} | upcast
     m_s, n_s, softmax_warps = softmax.tile(LONGEST_ROW)
     masks = {"M": m_s, "N": n_s, "CAUSAL": True, "DOCUMENTS": True, "DROPOUT": True} | upcast
     rows_of_scores = (data, data, data, "*i32", "*i32", *[size] * 4, fp32[1:], size, fp32[1:]), masks
-    backward = (data, data, data, data, fp32, size, size, size), {"M": rows, "N": columns, "KEEP": False} | upcast
+    constants = {"M": rows, "N": columns, "KEEP_OUTPUT": False} | upcast
+    backward = (data, data, data, data, fp32, size, size, size), constants
     step = ("*i64", "*i32", fp32, fp32, *[fp32[1:]] * 7), {"CHUNK": adamw.CHUNK, "ALIGNED": True}
     return {
         "adamw": (adamw.adamw_kernel, *step, adamw.WARPS),
@@ -278,7 +279,7 @@ def specialised() -> list[tuple]:
 
 
 def fused() -> list[tuple]:
-    """Jobs for the products with GELU, a few seconds each: whether of the gradient, whether GELU's result is kept."""
+    """Jobs for the products with GELU, a few seconds each: whether of the gradient, whether GELU's output is kept."""
     return list(itertools.product((False, True), (False, True)))
 
 

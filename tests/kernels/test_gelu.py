@@ -50,16 +50,16 @@ def check(implementation, rows: int, columns: int, depth: int, dtype: torch.dtyp
     assert is_rounded(out, expected)
     slope, same = implementation.forward(x, weight, bias, True)
     assert torch.equal(same, out) and is_rounded(slope, expected_slope)
-    for keep, kept in ((False, pre), (True, slope)):
-        wanted = product * (kept.double() if keep else expected_slope)
-        dpre, sums, again = implementation.backward(dout, out_weight, kept, keep)
+    for keep_output, saved in ((False, pre), (True, slope)):
+        wanted = product * (saved.double() if keep_output else expected_slope)
+        dpre, sums, recomputed = implementation.backward(dout, out_weight, saved, keep_output)
         assert dpre.dtype == dtype and sums.dtype == torch.float32
         assert is_rounded(dpre, wanted, roundings=2**0.5)  # the product, then itself
         # of what one rounding does to a term, half of eps at most and 0.21 in the mean: a second one makes it 0.3
         share = 0.25 if rows > 100 else 0.5
         error = (sums.double() - wanted.sum(0)).norm()
         assert error <= share * torch.finfo(dtype).eps * wanted.norm() + 1e-6 * wanted.abs().sum(0).norm()
-        assert again.numel() == 0 if keep else torch.equal(again, out)
+        assert recomputed.numel() == 0 if keep_output else torch.equal(recomputed, out)
 
 
 @pytest.mark.parametrize("implementation", [definition, launch], ids=["definition", "kernels"])
@@ -106,30 +106,30 @@ def test_what_is_large_enough_is_fused_and_what_hopper_cannot_read_is_not(bias_d
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("keep", [True, False])
-def test_plain_kernels_round_once(dtype, keep):
+@pytest.mark.parametrize("keep_output", [True, False])
+def test_plain_kernels_round_once(dtype, keep_output):
     """On values far out on both sides too; the sums are of unrounded terms, whatever the dtype."""
     torch.manual_seed(0)
     x, dout = (3 * torch.randn(37, 65)).to(DEVICE, dtype), torch.randn(37, 65).to(DEVICE, dtype)
     x.flatten()[:3] = torch.tensor([-100.0, 100.0, 0.0])
-    kept = x.clone()
-    out = triton_kernels.forward_(kept, keep)
+    saved = x.clone()
+    out = triton_kernels.forward_(saved, keep_output)
     expected, slope = gelu_and_slope(x)
-    assert is_rounded(out, expected) and (is_rounded(kept, slope) if keep else torch.equal(kept, x))
-    dx, sums, _ = triton_kernels.backward(dout, kept, keep)
-    wanted = dout.double() * (kept.double() if keep else slope)
+    assert is_rounded(out, expected) and (is_rounded(saved, slope) if keep_output else torch.equal(saved, x))
+    dx, sums, _ = triton_kernels.backward(dout, saved, keep_output)
+    wanted = dout.double() * (saved.double() if keep_output else slope)
     assert is_rounded(dx, wanted)
     torch.testing.assert_close(sums.double(), wanted.sum(0), rtol=1e-5, atol=4e-4)
 
 
-@pytest.mark.parametrize("keep", [True, False])
-def test_gradients_reach_all_parameters_through_any_shape(keep):
+@pytest.mark.parametrize("keep_output", [True, False])
+def test_gradients_reach_all_parameters_through_any_shape(keep_output):
     x, weight, bias, _, _ = draw(30, 24, 15, torch.float32)
     x = x.view(2, 15, 15).transpose(1, 2).requires_grad_()  # not dense
     out_weight, out_bias = torch.randn(7, 24, device=DEVICE), torch.randn(7, device=DEVICE)
     dout = torch.randn(7, 2, 15, device=DEVICE).permute(1, 2, 0)
     inputs = x, *(parameter.requires_grad_() for parameter in (weight, bias, out_weight, out_bias))
-    found = gelu_mlp(*inputs, keep)
+    found = gelu_mlp(*inputs, keep_output)
     expected = F.linear(F.gelu(F.linear(x, weight, bias), approximate="tanh"), out_weight, out_bias)
     torch.testing.assert_close(found, expected)
     gradients = [torch.autograd.grad(out, inputs, dout) for out in (found, expected)]
@@ -147,9 +147,9 @@ def test_the_result_is_in_the_inputs_dtype_under_autocast_too():
 
 def test_the_operators_are_well_formed():
     x, weight, bias, out_weight, dout = draw(6, 20, 5, torch.float32)
-    for keep in (False, True):
-        torch.library.opcheck(torch.ops.gelu.forward, (x, weight, bias, keep))
-        torch.library.opcheck(torch.ops.gelu.backward, (dout, out_weight, x @ weight.T, keep))
+    for keep_output in (False, True):
+        torch.library.opcheck(torch.ops.gelu.forward, (x, weight, bias, keep_output))
+        torch.library.opcheck(torch.ops.gelu.backward, (dout, out_weight, x @ weight.T, keep_output))
 
 
 def test_only_whole_tiles_of_enough_work_are_fused():
