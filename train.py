@@ -336,9 +336,10 @@ def replay(config: Config) -> None:
             state.scaler.load_state_dict(recorded["scaler"])
         result, _ = train_step(compile_model(model, settings.train, compute), state, settings, compute)
     loss, norm = result.tolist()
+    in_run = [math.nan if x is None else x for x in (recorded["loss"], recorded["grad_norm"])]
     print(
         f"the batch of step {recorded['step']} by {source}, {settings.attention.name} attention, {compute}: loss "
-        f"{loss:.6f} nats, gradient norm {norm:.6f}; in the run {recorded['loss']} and {recorded['grad_norm']}"
+        f"{loss:.6f} nats, gradient norm {norm:.6f}; in the run {in_run[0]} and {in_run[1]}"
     )
     finite = {key: x if math.isfinite(x) else None for key, x in (("loss", loss), ("grad_norm", norm))}
     result = {"replay": config.replay, "checkpoint": str(source)} | finite
@@ -386,8 +387,8 @@ def judge(run: Run, step: int, loss: float, norm: float) -> None:
     look = f"look at it with python train.py replay={file}{by}" if file else "the disk refused a record of it"
     if stops:
         raise UserError(
-            f"{told}; the weights took no such step and are saved in {path}; lower optimizer.lr, or check the data: "
-            f"{look}"
+            f"{told}; the weights took no such step, and are saved as they are after step {state.step} in {path}; "
+            f"lower optimizer.lr, or check the data: {look}"
         )
     if spike is not None:
         run.log.message(f"{told}, {spike:.0f} times the usual; {look}")

@@ -234,7 +234,8 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.device == "cpu" and not arguments.out:
         raise UserError("--device cpu only tries things out; name a file for its rows by --out")
     if arguments.device == "cuda" and max(counts) > torch.cuda.device_count():
-        raise UserError(f"--gpus {max(counts)}, but torch sees {torch.cuda.device_count()} GPUs here; ask for fewer")
+        seen = torch.cuda.device_count()
+        raise UserError(f"--gpus {max(counts)}, but torch sees {seen} GPUs here; ask for fewer, or add --device cpu")
     out = arguments.out or scaling_folder(arguments.gpu, max(counts)) / "scaling.json"
     cells = [chosen(CELLS[name], arguments.batch) for name in names]
     results = begin(out, arguments.add, ("model", "context_length", "batch_size", "parallel", "gpus"))

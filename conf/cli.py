@@ -33,9 +33,13 @@ from trainer.distributed import started
 
 PATIENCE_S = 3  # in which torchrun ends the other processes when one has ended
 
-ELSEWHERE = "make room, or write elsewhere with hydra.run.dir=..."
-PERMISSIONS = "see to its permissions, or name another; outputs go where hydra.run.dir=... says"
-ANOTHER = "name another; outputs go where hydra.run.dir=... says"
+PLACES = "outputs go where hydra.run.dir=... says, tokens where data.dir=..., checkpoints where checkpoint.dir=..."
+ELSEWHERE = f"make room, or write elsewhere: {PLACES}"
+PERMISSIONS = f"see to its permissions, or name another: {PLACES}"
+ANOTHER = f"name another: {PLACES}"
+HOW = (
+    "settings are written key=value, lists 'key=[a,b]', and a value with blanks, commas, = or brackets 'key=\"value\"'"
+)
 # What the user can mend, and how.
 REFUSALS_OF_THE_DISK = {
     errno.ENOSPC: ELSEWHERE,
@@ -63,6 +67,9 @@ def launch(
     schema.register()
     texts = [argument for argument in sys.argv[1:] if literal and argument.startswith(f"{literal}=")]
     sys.argv[1:] = [_full_name(argument, short or {}) for argument in sys.argv[1:] if argument not in texts]
+    sys.argv[1:] = sorted(
+        sys.argv[1:], key=lambda argument: argument not in ("-m", "--multirun")
+    )  # Hydra wants it first
     program, failed = _Program(run), []  # failed: jobs of a sweep
     composed = False
 
@@ -115,6 +122,9 @@ def sentence_of(error: Exception) -> str | None:
         return str(error)
     if isinstance(error, OSError) and error.errno in REFUSALS_OF_THE_DISK:
         return f"{error.filename or 'the disk'}: {error.strerror}; {REFUSALS_OF_THE_DISK[error.errno]}"
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)):
+        shorter = "lower train.batch_size or model.context_length, or choose a smaller model"
+        return f"this machine has not the memory ({first_line(error)}); {shorter}"
     return None
 
 
@@ -213,8 +223,8 @@ def explain(error: Exception) -> str:
         parent = cause.parent_node
         return _no_setting(_full_key(cause), [str(name) for name in parent] if isinstance(parent, DictConfig) else [])
     if isinstance(error, OverrideParseException):
-        return f"{error.override}: {_first_line(error)}; settings are written key=value, lists 'key=[a,b]'"
-    return f"{_first_line(error)}; --help shows how settings are written"
+        return f"{error.override}: {_first_line(error)}; {HOW}"
+    return f"{_first_line(error)}; {HOW}"
 
 
 def _unknown_choice(error: MissingConfigException) -> str:

@@ -80,7 +80,7 @@ class TrainLoader:
         rank: int = 0,
         ranks: int = 1,
     ):
-        _check_length(tokens, context_length, name)
+        check_length(tokens, context_length, name)
         self._tokens, self._vocab_size, self._name = tokens, vocab_size, name
         self._batch_size, self._device, self._prefetch = batch_size, torch.device(device), prefetch
         self._order = WindowOrder(len(tokens), context_length, seed)
@@ -179,7 +179,7 @@ def validation_batches(
     short, some whose targets are IGNORED make up for them. Raises UserError at once where the file is shorter than one
     window, and while iterating DataError as TrainLoader does.
     """
-    _check_length(tokens, context_length, name)
+    check_length(tokens, context_length, name)
     windows = (len(tokens) - 1) // context_length
     wanted = min(windows, max(1, -(-max_tokens // context_length)))
     starts = [i * windows // wanted * context_length for i in range(wanted)]
@@ -214,7 +214,8 @@ def document_cu_seqlens(inputs: Tensor, eot: int) -> Tensor:
     return torch.cat([cuts, cuts.new_full((1,), total)])
 
 
-def _check_length(tokens: np.ndarray, context_length: int, name: str) -> None:
+def check_length(tokens: np.ndarray, context_length: int, name: str) -> None:
+    """UserError where tokens (n,) do not fill one window and the token after it."""
     if len(tokens) <= context_length:
         raise UserError(
             f"{name} holds {len(tokens)} tokens, but one window takes {context_length + 1}: "

@@ -24,13 +24,6 @@ from errors import UserError
 SPLITS = ("train", "val")
 DTYPE = np.dtype("<u2")
 PROGRESS = "settings", "position", "counts", "skipped"  # of a TokenWriter, as progress.json has it
-REMEDIES = {
-    "stdlib": "delete {dir} and it is built again",
-    "tokens": "set data.dir to a folder of whole token files",
-    "text": "delete what {dir} holds and run `python -m data.prepare data=text data.source=... data.dir={dir}`, "
-    "or set data.dir",
-}
-REMEDY = "delete what {dir} holds and run `python -m data.prepare data={name} data.dir={dir}`, or set data.dir"
 
 
 @dataclass(frozen=True)
@@ -68,7 +61,7 @@ def open_tokens(config: DataConfig) -> TokenSet:
 
 
 def _open_split(path: Path, meta: dict | None, config: DataConfig) -> np.ndarray:
-    remedy = REMEDIES.get(config.name, REMEDY).format(dir=config.dir, name=config.name)
+    remedy = _remedy(config, path.parent)
     if not path.is_file():
         raise UserError(f"{path} does not exist: {remedy}.")
     size = path.stat().st_size
@@ -79,6 +72,21 @@ def _open_split(path: Path, meta: dict | None, config: DataConfig) -> np.ndarray
     if meta and (promised := meta["counts"][path.stem]["tokens"] * DTYPE.itemsize) != size:
         raise UserError(f"{path} holds {size} bytes, but its meta.json promises {promised}: {remedy}.")
     return np.memmap(path, dtype=DTYPE, mode="r")
+
+
+def _remedy(config: DataConfig, folder: Path) -> str:
+    """What gives `folder` whole token files; nothing that a preparation has done is to be lost."""
+    source = " data.source=..." if config.name == "text" else ""
+    command = f"`python -m data.prepare data={config.name}{source} data.dir={config.dir}`"
+    if (folder / "unfinished").is_dir() and config.name != "stdlib":
+        again = "`python -m data.prepare` as before" if config.name == "tokens" else command
+        return f"its preparation has not ended; run {again}, which goes on, or set data.dir"
+    if config.name == "stdlib":
+        return f"delete {config.dir} and it is built again"
+    if config.name == "tokens":
+        return "set data.dir to a folder of whole token files"
+    delete = f"delete what {config.dir} holds and " if folder.is_dir() and any(folder.iterdir()) else ""
+    return f"{delete}run {command}, or set data.dir"
 
 
 def read_meta(folder: Path) -> dict | None:

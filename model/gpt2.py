@@ -48,7 +48,8 @@ class ModelConfig:
     dropout: float = 0.0
     """Share dropped of embeddings, attention probabilities and residual branches while training, in [0, 1)."""
     pretrained: str | None = None
-    """Weights to start from: a Hugging Face GPT-2, as a folder with model.safetensors or as a hub id such as gpt2."""
+    """Weights to start from: a Hugging Face GPT-2, as a folder with model.safetensors or as a hub id such as gpt2. Its
+    shape is taken too, but for context_length, which may be shorter, and dropout."""
 
     def __post_init__(self):
         for key in ("n_layer", "n_head", "n_embd", "context_length"):

@@ -3,6 +3,7 @@
 import shlex
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -103,12 +104,35 @@ def test_tokens_without_a_folder_are_refused(workplace):
     assert_refused(outcome, ["data.dir", "data.dir=..."], workplace, before)
 
 
+def test_validation_tokens_that_fill_no_window_are_refused_before_training(workplace):
+    """Not at the first evaluation, when the steps before it are lost; and before a model of that length is made."""
+    before = files_below(workplace)
+    tokens = np.fromfile("tokens/val.bin", dtype="<u2").size
+    for context in (tokens, 10**12):
+        outcome = train("run", f"model.context_length={context}")
+        split = "val" if context == tokens else "train"
+        assert_refused(outcome, [f"{split}.bin holds", f"one window takes {context + 1}"], workplace, before)
+
+
+def test_text_that_hydras_grammar_refuses_is_told_how_to_be_written(workplace):
+    before = files_below(workplace)
+    outcome = run("train.py", *TINY, "hydra.run.dir=outputs/lr=3e-4")
+    assert_refused(outcome, ["hydra.run.dir=outputs/lr=3e-4", """'key="value"'"""], workplace, before)
+    run("train.py", *TINY, 'hydra.run.dir="outputs/lr=3e-4"').ok()
+    assert Path("outputs/lr=3e-4/metrics.jsonl").exists()
+
+
+def test_a_sweep_may_be_asked_for_anywhere_on_the_line(workplace):
+    run("train.py", *TINY, "train.max_steps=1", "-m", "train.seed=1,2", "hydra.sweep.dir=sweep").ok()
+    assert len(list(Path("sweep").glob("*/metrics.jsonl"))) == 2
+
+
 @pytest.mark.parametrize("place", ["taken", "a" * 300])
 def test_a_folder_that_cannot_be_is_refused_in_a_sentence(workplace, place):
     Path("taken").write_text("a file")
     before = files_below(workplace)
     refused = run("train.py", *TINY, f"hydra.run.dir={place}")
-    assert_refused(refused, [place[:5], "name another; outputs go where hydra.run.dir=... says"], workplace, before)
+    assert_refused(refused, [place[:5], "name another: outputs go where hydra.run.dir=... says"], workplace, before)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from torch import nn
 
 from conf.cli import chosen, sweep_name
 from conf.schema import Config, TrainConfig
-from data.loader import TrainLoader
-from data.tokens import TokenSet
+from data.loader import TrainLoader, check_length
+from data.tokens import SPLITS, TokenSet
 from errors import UserError
 from model.attention import build_attention, check_attention
 from model.gpt2 import GPT2, ModelConfig
@@ -96,6 +96,8 @@ def build_model(config: Config, compute: Compute, tokens: TokenSet, resumed: Sta
             f"model.vocab_size={shape.vocab_size} is below the {tokens.vocab_size} tokens of the {tokens.tokenizer} "
             "tokenizer; leave model.vocab_size out, or choose data of another tokenizer"
         )
+    for split in SPLITS:  # validation would come to it hours later
+        check_length(getattr(tokens, split), shape.context_length, str(tokens.dir / f"{split}.bin"))
     if resumed:
         check_resumable(resumed, shape, tokens.tokenizer, config.checkpoint.resume)
     documents = config.data.document_mask

@@ -65,6 +65,25 @@ def test_a_missing_file_names_the_preparation(tmp_path):
         open_tokens(config_of(tmp_path))
 
 
+@pytest.mark.parametrize(("name", "again"), [("wikitext-2", "data=wikitext-2"), ("tokens", "as before")])
+def test_a_preparation_that_has_not_ended_is_to_be_continued_not_deleted(tmp_path, name, again):
+    config = DataConfig(name=name, dir=str(tmp_path / "there"), tokenizer="gpt2")
+    (tmp_path / "there" / "unfinished").mkdir(parents=True)
+    with pytest.raises(UserError, match=f"its preparation has not ended; run .*{again}.*, which goes on") as refusal:
+        open_tokens(config)
+    assert "delete" not in str(refusal.value)
+
+
+def test_nothing_is_to_be_deleted_where_nothing_is(tmp_path):
+    config = DataConfig(name="wikitext-2", dir=str(tmp_path / "there"), tokenizer="gpt2")
+    with pytest.raises(UserError, match=r"does not exist: run `python -m data\.prepare data=wikitext-2 data\.dir="):
+        open_tokens(config)
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "val.bin").write_bytes(b"ab")
+    with pytest.raises(UserError, match=r"does not exist: delete what .* holds and run `python -m data\.prepare"):
+        open_tokens(config)
+
+
 @pytest.mark.parametrize(
     ("size", "message"),
     [
