@@ -10,9 +10,7 @@ graph that is kept; `both` is the two in one call. dout is laid out as the varia
 """
 
 import argparse
-import json
 import os
-import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +21,8 @@ from torch import Tensor
 from bench import charts
 from bench.accuracy import check, truth_of
 from bench.cells import CELLS, DTYPES, HIDDEN, PASSES, TOKENS, Cell
-from bench.environment import ROOT, environment, read_results
+from bench.command_line import output_file, positive
+from bench.results_file import environment, read_results, results_folder, write
 from bench.rows import cell_line, empty_row, summary
 from bench.timing import Gpu, alternate, recorded, start_series
 from bench.variants import available, bind, draw
@@ -59,25 +58,6 @@ def measure(
         alternate(all_series, cell, gpu, rounds)
     torch.compiler.reset()
     return [row for of_variant in rows.values() for row in of_variant.values()]
-
-
-def output_file(text: str) -> Path:
-    """A file to write, for argparse: what cannot be written is refused before anything is measured."""
-    path = Path(text)
-    if path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is a folder; name a file in it")
-    there = next(parent for parent in path.absolute().parents if parent.exists())
-    if not (there.is_dir() and os.access(there, os.W_OK)):
-        reason = "Permission denied" if there.is_dir() else "Not a directory"
-        raise argparse.ArgumentTypeError(f"{text} cannot be written ({reason}: {there}); name another file")
-    return path
-
-
-def positive(text: str) -> int:
-    """An integer of 1 or more, for argparse."""
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
-    return number
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -161,15 +141,6 @@ def destination(arguments: argparse.Namespace) -> Path | None:
     return results_folder(arguments.gpu) / "attention.json"
 
 
-def results_folder(gpu: str | None) -> Path:
-    """Where the results of this GPU go, unless the user names it otherwise."""
-    if gpu is None:
-        if not torch.cuda.is_available():
-            raise UserError("results go to a folder named after the GPU, and torch finds none; name a file by --out")
-        gpu = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower().removeprefix("nvidia "))
-    return ROOT / "bench" / "results" / gpu
-
-
 def measure_all(
     cells: list[Cell], variants: dict[str, Attention], gpu: Gpu, rounds: int, budget: float, out: Path | None
 ) -> list[dict]:
@@ -192,14 +163,6 @@ def measure_all(
             write(out, {"environment": where, "rows": rows})
     print(f"{time.monotonic() - started:.0f} seconds" + (f"; written to {out}" if out else ""))
     return rows
-
-
-def write(out: Path, results: dict) -> None:
-    """Replaces a results file as a whole."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_name(f"{out.name}.partial")
-    partial.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n")
-    partial.replace(out)
 
 
 def explain(cells: list[Cell], arch: str | None) -> None:

@@ -15,7 +15,6 @@ T queries, S keys, D head size.
 
 import argparse
 import statistics
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -23,11 +22,11 @@ import torch
 from torch import Tensor
 
 from bench.accuracy import NAMES, relative_error
-from bench.attention import output_file, positive, results_folder, write
 from bench.cells import HIDDEN, TOKENS
-from bench.environment import environment
+from bench.command_line import output_file, positive
+from bench.results_file import environment, results_folder, write
 from bench.timing import Gpu, sampler_of
-from errors import refusing
+from errors import UserError, refusing
 from kernels.flash2 import flash2
 from kernels.flash2.blocks import BLOCK, butterfly, listed
 from kernels.standard import standard_attention
@@ -222,7 +221,7 @@ def main() -> None:
     parser.add_argument("--out", type=output_file, help="file to write")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
-        sys.exit("error: bench.features measures GPUs and finds none; run it where there is one")
+        raise UserError("bench.features measures GPUs and finds none; run it where there is one")
     gpu, results = Gpu(), {"environment": environment()}
     gpu.wake()
     for name in [arguments.only] if arguments.only else PARTS:

@@ -11,8 +11,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from bench.attention import output_file, results_folder, write
-from bench.environment import ROOT, environment
+from bench.command_line import output_file
+from bench.results_file import ROOT, environment, results_folder, write
 from errors import UserError, refusing
 
 VARIANTS = ("naive", "sdpa", "flash2")

@@ -10,15 +10,14 @@ files is for ours. Seconds are medians; the tokens of both must be as many.
 import argparse
 import os
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
 
-from bench.attention import output_file, positive, write
-from bench.environment import ROOT, environment
+from bench.command_line import output_file, positive
+from bench.results_file import ROOT, environment, write
 from data.config import DataConfig
 from data.prepare import prepare
 from data.readers import find_files
@@ -103,15 +102,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=positive, default=3, help="runs of each (3)")
     parser.add_argument("--out", type=output_file, default=ROOT / "bench" / "results" / "cpu" / "prepare.json")
     arguments = parser.parse_args()
-    try:
-        rows = measure(arguments.source, arguments.workers, arguments.rounds)
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    rows = measure(arguments.source, arguments.workers, arguments.rounds)
     speed = rows[0]["tokens_per_second"] / rows[1]["tokens_per_second"]
     for row in rows:
         print(f"{row['way']:8} {row['tokens_per_second'] / 1e6:.2f} M tokens/s")
     print(f"ours over nanoGPT's: {speed:.2f}; written to {arguments.out}")
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     write(arguments.out, {"environment": environment(), "rows": rows, "speed": speed})
 
 

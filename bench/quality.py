@@ -28,10 +28,9 @@ import torch.nn.functional as F
 from rich.progress import track
 from torch import Tensor, nn
 
-from bench.attention import output_file, positive, results_folder, write
-from bench.environment import environment
+from bench.command_line import output_file, positive, sizes
+from bench.results_file import environment, results_folder, write
 from bench.trainers import DTYPE, VOCABULARY, Cell, Trainer, ours
-from bench.training import sizes
 from data.config import DataConfig
 from data.loader import TrainLoader
 from data.tokens import open_tokens

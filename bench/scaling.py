@@ -24,8 +24,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench.attention import output_file, positive, results_folder, write
-from bench.environment import ROOT, begin
+from bench.command_line import output_file, positive
+from bench.results_file import ROOT, begin, results_folder, write
 from bench.trainers import DTYPE, Cell, Job, Trainer, ours
 from errors import UserError, refusing
 from trainer.checkpoint import CheckpointConfig

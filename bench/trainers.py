@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 import train
-from bench.environment import ROOT
+from bench.results_file import ROOT
 from conf.schema import Config, TrainConfig
 from data.config import DataConfig
 from data.loader import TrainLoader

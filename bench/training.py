@@ -23,9 +23,9 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import floor
-from bench.attention import output_file, positive, results_folder, write
 from bench.breakdown import breakdown
-from bench.environment import ROOT, begin
+from bench.command_line import output_file, positive, sizes
+from bench.results_file import ROOT, begin, results_folder, write
 from bench.steps import Contender, alternate, empty_row, search
 from bench.timing import Gpu, recorded
 from bench.trainers import Cell, Job, Trainer, huggingface, load_nanogpt, nanogpt, ours
@@ -233,11 +233,6 @@ def show_breakdown(rows: list[dict]) -> None:
         for part in of_cell[0]["breakdown_ms"]:
             table.add_row(part, *(f"{row['breakdown_ms'][part]:.2f}" for row in of_cell))
         Console(width=120).print(table)
-
-
-def sizes(text: str) -> tuple[int, ...]:
-    """Integers of 1 or more, separated by commas, for argparse."""
-    return tuple(map(positive, text.split(",")))
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

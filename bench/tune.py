@@ -10,7 +10,6 @@ import itertools
 import json
 import re
 import statistics
-import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -18,10 +17,10 @@ from multiprocessing import get_context
 import torch
 
 from bench.accuracy import relative_error
-from bench.attention import output_file
 from bench.cells import HIDDEN, TOKENS
+from bench.command_line import output_file
 from bench.timing import Gpu, sampler_of
-from errors import refusing
+from errors import UserError, refusing
 from kernels import dropout, launcher
 from kernels.flash2 import definition, launch
 from kernels.flash2.options import Options
@@ -216,7 +215,7 @@ def main() -> None:
     parser.add_argument("--out", type=output_file, default=TABLE, help="the table to write to")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
-        sys.exit("error: bench.tune measures on a GPU, and torch sees none here; run it where there is one")
+        raise UserError("bench.tune measures on a GPU, and torch sees none here; run it where there is one")
     arch = launch.arch_of(torch.device("cuda", torch.cuda.current_device()))
     table = json.loads(TABLE.read_text())
     if arguments.only != "specialised":

@@ -66,10 +66,10 @@ def launch(
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra then raises what it would otherwise print at length
     schema.register()
     texts = [argument for argument in sys.argv[1:] if literal and argument.startswith(f"{literal}=")]
-    sys.argv[1:] = [_full_name(argument, short or {}) for argument in sys.argv[1:] if argument not in texts]
+    arguments = [_full_name(argument, short or {}) for argument in sys.argv[1:] if argument not in texts]
     sys.argv[1:] = sorted(
-        sys.argv[1:], key=lambda argument: argument not in ("-m", "--multirun")
-    )  # Hydra wants it first
+        arguments, key=lambda argument: argument not in ("-m", "--multirun")
+    )  # Hydra wants them first
     program, failed = _Program(run), []  # failed: jobs of a sweep
     composed = False
 

@@ -15,9 +15,9 @@ from itertools import product
 import torch
 
 from bench.cells import Cell
-from bench.environment import ROOT
 from bench.paper.config import PaperConfig
 from bench.paper.variants import attend
+from bench.results_file import ROOT
 from bench.variants import bind, draw
 
 METRICS = "dram__bytes_read.sum", "dram__bytes_write.sum"

@@ -17,11 +17,10 @@ from matplotlib.figure import Figure
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column
 
-from bench.attention import results_folder, write
 from bench.charts import save
-from bench.environment import ROOT, check_same, environment, read_results
 from bench.paper import blocks, gpt2, gpt2_context, gpt3, io, kernels, memory, scaling
 from bench.paper.config import PaperConfig
+from bench.results_file import ROOT, check_same, environment, read_results, results_folder, write
 from errors import UserError
 
 TABLES = {

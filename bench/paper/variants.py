@@ -7,8 +7,8 @@ from omegaconf import OmegaConf
 
 from bench.accuracy import check, truth_of
 from bench.cells import Cell
-from bench.environment import ROOT
 from bench.paper.config import PaperConfig
+from bench.results_file import ROOT
 from bench.timing import Gpu
 from bench.variants import available, bind, draw
 from errors import UserError

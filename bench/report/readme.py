@@ -11,7 +11,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from bench import charts
-from bench.environment import ROOT, read_results
+from bench.results_file import ROOT, read_results
 from errors import UserError
 
 matplotlib.use("svg")  # draws without a screen

@@ -8,6 +8,7 @@ import torch
 
 from bench import attention
 from bench.cells import LENGTHS, PASSES, Cell
+from bench.results_file import ROOT
 from errors import UserError
 from kernels.flash2 import flash2
 from kernels.standard import standard_attention
@@ -160,8 +161,8 @@ def test_the_whole_table_goes_to_the_gpus_folder_and_a_part_only_where_it_is_tol
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100-SXM4-80GB")
     for arguments, expected in {
-        "": attention.ROOT / "bench/results/a100-sxm4-80gb/attention.json",
-        "--gpu mine": attention.ROOT / "bench/results/mine/attention.json",
+        "": ROOT / "bench/results/a100-sxm4-80gb/attention.json",
+        "--gpu mine": ROOT / "bench/results/mine/attention.json",
         "--cells gpt2": None,
         "--seq-len 64": None,
         "--variants flash2": None,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench import environment, floor, steps, trainers, training
+from bench import floor, results_file, steps, trainers, training
 from bench.breakdown import class_of, covered, summarise
 from bench.timing import Cpu
 from bench.trainers import Cell, Trainer
@@ -303,7 +303,7 @@ def test_micro_batches_are_tried_from_the_smallest():
 def measured(tmp_path, monkeypatch):
     """bench.training with made-up rows, the file that has some of two cells, and where it runs."""
     here = {"gpu": "a", "driver": "b", "torch": "c", "triton": "d", "commit": "e"}
-    monkeypatch.setattr(environment, "environment", lambda: dict(here))
+    monkeypatch.setattr(results_file, "environment", lambda: dict(here))
     monkeypatch.setattr(training, "Gpu", Cpu)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")

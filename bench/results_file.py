@@ -1,8 +1,9 @@
-"""On what, and with which versions, something was measured."""
+"""Results files: on what, and with which versions, something was measured, and its rows."""
 
 import json
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Collection
 from datetime import date
@@ -29,6 +30,23 @@ def environment() -> dict:
         "commit": os.environ.get("GIT_COMMIT") or _output(["git", "-C", str(ROOT), "rev-parse", "HEAD"]),
         "date": date.today().isoformat(),
     }
+
+
+def results_folder(gpu: str | None) -> Path:
+    """Where the results of this GPU go, unless the user names it otherwise."""
+    if gpu is None:
+        if not torch.cuda.is_available():
+            raise UserError("results go to a folder named after the GPU, and torch finds none; name a file by --out")
+        gpu = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower().removeprefix("nvidia "))
+    return ROOT / "bench" / "results" / gpu
+
+
+def write(out: Path, results: dict) -> None:
+    """Replaces a results file as a whole."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.with_name(f"{out.name}.partial")
+    partial.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n")
+    partial.replace(out)
 
 
 def read_results(path: Path) -> dict:
