@@ -8,7 +8,6 @@ import torch
 
 from bench import attention
 from bench.cells import LENGTHS, PASSES, Cell
-from bench.results_file import ROOT
 from errors import UserError
 from kernels.flash2 import flash2
 from kernels.standard import standard_attention
