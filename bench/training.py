@@ -159,7 +159,7 @@ def is_whole(arguments: argparse.Namespace) -> bool:
     return not (any(parts) or arguments.no_floor)
 
 
-def first_steps(arguments: argparse.Namespace) -> dict[str, float]:
+def first_steps() -> dict[str, float]:
     """Seconds of gpt2's first step in a fresh process, without a compile cache and with the one that it left."""
     with tempfile.TemporaryDirectory() as folder:
         caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
@@ -285,7 +285,7 @@ def run(arguments: argparse.Namespace) -> None:
     gpu, started = Gpu(), time.monotonic()
     gpu.wake()
     if arguments.first_step:
-        seconds = first_steps(arguments)
+        seconds = first_steps()
         print("first step of gpt2: " + ", ".join(f"{k} cache {v:.1f} s" for k, v in seconds.items()))
         results["first_step_s"] = seconds | {"commit": results["environment"]["commit"]}
     for number, cell in enumerate(cells):

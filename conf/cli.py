@@ -29,7 +29,7 @@ from omegaconf.errors import (
 
 from conf import schema
 from errors import UserError, first_line, interrupted, refuse
-from trainer.distributed import started
+from trainer.distributed import is_of_submitit, started
 
 PATIENCE_S = 3  # in which torchrun ends the other processes when one has ended
 
@@ -87,7 +87,7 @@ def launch(
             if started()[0]:  # the outputs are in the first process's folder
                 _remove_if_empty(output_dir())
         except Exception as error:
-            sentence, of_slurm = sentence_of(error), "SUBMITIT_EXECUTOR" in os.environ
+            sentence, of_slurm = sentence_of(error), is_of_submitit()
             if sentence is None and (of_slurm or not is_sweep()):
                 raise
             if sentence is not None:
@@ -186,8 +186,7 @@ def output_dir() -> Path:
 
 def sweep_name() -> str | None:
     """The name of the folder of this run's sweep; None for a run on its own."""
-    config = HydraConfig.get()
-    return Path(config.sweep.dir).resolve().name if config.mode == RunMode.MULTIRUN else None
+    return Path(HydraConfig.get().sweep.dir).resolve().name if is_sweep() else None
 
 
 def chosen(group: str) -> str:

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map
 
 from errors import UserError, described
 from trainer.checkpoint import Checkpoints, State
+from trainer.distributed import local_part
 from trainer.meters import GIB
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -92,7 +93,7 @@ class BackgroundCheckpoints(Checkpoints):
         if self.writes:
             self._rest = tree_map(lambda x: x.to("cpu", copy=True) if isinstance(x, Tensor) else x, rest)
         for key, x in tensors.items():
-            self._host[key].copy_(local(x), non_blocking=True)
+            self._host[key].copy_(local_part(x), non_blocking=True)
         if any(x.is_cuda for x in tensors.values()):
             torch.cuda.current_stream().synchronize()
         return tensors
@@ -125,11 +126,6 @@ def host_memory(parts: dict[str, Tensor]) -> dict[str, Tensor]:
             f"the host lacks the {size:.1f} GiB for a copy of what a checkpoint holds ({described(error)}); set "
             "checkpoint.asynchronous=false, or with parallel=fsdp or hsdp start more processes"
         ) from error
-
-
-def local(x: Tensor) -> Tensor:
-    """What this process holds of a tensor, which may be a DTensor."""
-    return x.to_local() if hasattr(x, "to_local") else x
 
 
 def split_state(state: State) -> tuple[State, dict[str, Tensor]]:

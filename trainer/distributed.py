@@ -94,6 +94,11 @@ class World:
 ALONE = World()
 
 
+def local_part(x: Tensor) -> Tensor:
+    """What this process holds of x, where it is split among several."""
+    return x.to_local() if hasattr(x, "to_local") else x  # a DTensor, whose import takes two seconds
+
+
 @contextmanager
 def join(parallel: str | None, device: str, timeout_s: int) -> Iterator[World]:
     """The processes that were started together, for as long as the context lasts; alone, this process.

@@ -8,7 +8,6 @@ import json
 import math
 import os
 import ssl
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
+from data.patience import within
 from errors import UserError, described
 
 Metrics = dict[str, float]
@@ -335,25 +335,16 @@ def server_problem(settings: Any) -> str | None:
 
 def _answers(server: str) -> bool:
     """Whether anything speaks HTTP at that URL, through the environment's proxy if it names one."""
-    answered = threading.Event()
-
-    def ask() -> None:
-        try:
-            urlopen(Request(server, method="HEAD"), timeout=REACH_TIMEOUT_S).close()
-        except HTTPError:
-            pass  # an error status is an answer
-        except URLError as error:
-            if not isinstance(error.reason, ssl.SSLError):  # wandb has certificates of its own; let it judge
-                return
-        except (OSError, HTTPException):
-            return
-        answered.set()
-
-    # A thread, because no timeout covers the look-up of the name.
-    asking = threading.Thread(target=ask, daemon=True)
-    asking.start()
-    asking.join(REACH_TIMEOUT_S)
-    return answered.is_set()
+    ask = Request(server, method="HEAD")
+    try:
+        within(REACH_TIMEOUT_S, lambda: urlopen(ask, timeout=REACH_TIMEOUT_S).close())
+    except HTTPError:
+        return True  # an error status is an answer
+    except URLError as error:
+        return isinstance(error.reason, ssl.SSLError)  # wandb has certificates of its own; let it judge
+    except (OSError, HTTPException):
+        return False
+    return True
 
 
 class Loggers:

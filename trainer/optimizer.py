@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from errors import UserError
+from trainer.distributed import local_part
 
 
 @dataclass
@@ -82,18 +83,13 @@ class AdamW(torch.optim.AdamW):
                 step = torch.zeros((), device=p.device)
                 self.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
         state = ([self.state[p][key] for p in weights] for key in ("exp_avg", "exp_avg_sq", "step"))
-        tensors = [[_own(x) for x in of_one_kind] for of_one_kind in (weights, [p.grad for p in weights], *state)]
+        tensors = [[local_part(x) for x in of_one_kind] for of_one_kind in (weights, [p.grad for p in weights], *state)]
         zero = tensors[0][0].new_zeros(())
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         numbers = zero + 1 if scale is None else scale, zero if found_inf is None else found_inf
         beta1, beta2 = group["betas"]
         settings = {"lr": group["lr"], "eps": group["eps"], "weight_decay": group["weight_decay"]}
         adamw_(*tensors, *numbers, beta1=beta1, beta2=beta2, **settings)
-
-
-def _own(x: Tensor) -> Tensor:
-    """The part of it that this process holds, where it is split among several."""
-    return x.to_local() if hasattr(x, "to_local") else x  # a DTensor, whose import takes two seconds
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:

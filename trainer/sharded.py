@@ -29,8 +29,9 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from errors import first_line
-from trainer.background import KINDS, BackgroundCheckpoints, join_state, local
+from trainer.background import KINDS, BackgroundCheckpoints, join_state
 from trainer.checkpoint import REST, CheckpointError, State, put_aside, sync_folder, write_file
+from trainer.distributed import local_part
 
 DTYPES = {torch.float32: "F32"}  # the only one that weights and moments are kept in
 
@@ -47,7 +48,7 @@ class ShardedCheckpoints(BackgroundCheckpoints):
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
     def _parts(self, model: nn.Module) -> dict[str, Tensor]:
-        return {name: local(parameter.detach()) for name, parameter in model.named_parameters()}
+        return {name: local_part(parameter.detach()) for name, parameter in model.named_parameters()}
 
     def path_of(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"

@@ -11,6 +11,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from bench import charts
+from bench.paper.text import at_least
 from bench.results_file import ROOT, read_results
 from errors import UserError
 
@@ -19,11 +20,6 @@ README = ROOT / "README.md"
 PAPER = "gpt2", "gpt2_context", "gpt3", "io", "memory"  # tables of bench.paper
 RESULTS = ROOT / "bench" / "results"
 COLOURS = {"naive": "#888888", "sdpa": "#1f77b4", "flash2": "#d62728"}
-
-
-def rounded_down(ratio: float) -> str:
-    """Two decimals, never in our favour."""
-    return f"{math.floor(100 * ratio) / 100:.2f}"
 
 
 def parity_table(results: Path) -> str:
@@ -38,7 +34,7 @@ def parity_table(results: Path) -> str:
     ]
     for name, row in rows.items():
         lines.append(
-            f"| `{name}` | {row['tokens_per_second']:,.0f} | {rounded_down(row['tokens_per_second'] / naive)} "
+            f"| `{name}` | {row['tokens_per_second']:,.0f} | {at_least(row['tokens_per_second'] / naive)} "
             f"| {row['tflops']:.0f} | {row['mfu']:.1%} | {row['peak_gib']:.1f} GiB | {row['val_loss']:.4f} |"
         )
     lines += [
@@ -128,7 +124,7 @@ def training_table(results: Path) -> str:
         speed = row["tokens_per_second"]
         lines.append(
             f"| {row['model']}, {row['context_length']:,} | {how} | {row['batch_size']} | {speed:,.0f} "
-            f"| {rounded_down(speed / peer) if peer else '-'} | {rounded_down(speed / floor) if floor else '-'} "
+            f"| {at_least(speed / peer) if peer else '-'} | {at_least(speed / floor) if floor else '-'} "
             f"| {row['peak_gib']:.1f} GiB |"
         )
         commits.setdefault(row["commit"][:12], {})[f"{row['model']} {row['context_length']:,}"] = None
@@ -166,7 +162,7 @@ def sparsity_table(results: Path) -> str:
     where, speeds = file["environment"], {}
     for row in file["sparsity"]:
         cells = speeds.setdefault(row["pattern"], {"kept": row["kept"], "seq_len": row["seq_len"]})
-        cells[row["head_dim"], row["pass"]] = f"{rounded_down(row['speed'])} ({row['ms']:.2f})"
+        cells[row["head_dim"], row["pass"]] = f"{at_least(row['speed'])} ({row['ms']:.2f})"
     lines = [
         "| blocks | kept | 1 / kept | head 64: forward, x (ms) | both passes | head 128: forward | both passes |",
         "|---|--:|--:|--:|--:|--:|--:|",
