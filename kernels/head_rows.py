@@ -4,7 +4,10 @@ Tensors are (batch, length, heads, head_dim) with unit stride along head_dim. A 
 start of a tile is computed in 64 bits and only offsets inside it in 32.
 
 D head size padded to a power of two.
-Names: p_ pointer to the first row of one head, s_ stride between rows, b_ tile, o_ offsets.
+Names: p_ pointer to the first row of one head, s_ stride between rows, b_ tile, o_ offsets; sq_b, sq_t and sq_h strides
+of q over batch, tokens and heads, and so of k, v, o, do, dq and dk; i and j first query and key of a tile; bh and bg
+batch and query head, or key/value head, in one number; groups query heads to a key/value head; keep_scale
+1 / (1 - dropout_p).
 """
 
 import triton
@@ -17,6 +20,7 @@ LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def head_of(pointer, batch, head, s_batch, s_head):
+    """A pointer to the first row of one head."""
     return pointer + tl.cast(batch, tl.int64) * s_batch + tl.cast(head, tl.int64) * s_head
 
 
@@ -65,6 +69,7 @@ def load_rows(
 
 @triton.jit
 def store_rows(p_x, s_x, start, length, o_rows, b_x, HEAD_DIM: tl.constexpr, D: tl.constexpr, UPCAST: tl.constexpr):
+    """Writes the tile [ROWS, D] to the rows start + o_rows of one head, but for those past `length` and the padding."""
     o_d = tl.arange(0, D)
     p_tile = p_x + tl.cast(start, tl.int64) * s_x + o_rows[:, None] * s_x + o_d[None, :]
     mask = (start + o_rows < length)[:, None] & (o_d < HEAD_DIM)[None, :]
