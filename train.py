@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from conf.cli import launch, output_dir
+from conf.cli import chosen, launch, output_dir, sweep_name
 from conf.schema import Config
 from data.loader import IGNORED, DataError, document_options, validation_batches
 from data.tokenizers import end_of_text, get_tokenizer
@@ -26,7 +26,7 @@ from trainer.distributed import ALONE, World, join, started
 from trainer.evaluation import perplexity, score
 from trainer.folders import claimed
 from trainer.loading import load_model
-from trainer.loggers import Loggers
+from trainer.loggers import Loggers, WandbConfig, start_loggers
 from trainer.memory import out_of_memory
 from trainer.optimizer import build_optimizer, learning_rate, optimizer_step
 from trainer.parallel import data_parallel, shard, synchronise_gradients
@@ -38,7 +38,6 @@ from trainer.parts import (
     is_compiled,
     load_resumed,
     open_checkpoints,
-    open_logs,
     reset_process,
     tokens_in_step,
 )
@@ -99,6 +98,27 @@ def train(config: Config, world: World = ALONE) -> None:
             log.message(f"outputs in {folder}")
     if stop.signal is not None:
         stop.end_process()
+
+
+def open_logs(config: Config, compute: Compute, folder: Path, resumed_step: int | None) -> Loggers:
+    """The loggers of the run, which are the first process's."""
+    if not compute.world.is_first:
+        return Loggers([])
+    return start_loggers(
+        folder,
+        max_steps=config.train.max_steps,
+        wandb=label(config, compute),
+        run_config=asdict(config),
+        resumed_step=resumed_step,
+    )
+
+
+def label(config: Config, compute: Compute) -> WandbConfig:
+    """The settings of wandb, with a group and tags by which variants compare where the user names none."""
+    group, tags = config.wandb.group, config.wandb.tags
+    if tags is None:
+        tags = [config.attention.name, chosen("model"), config.data.name, compute.precision]
+    return replace(config.wandb, group=sweep_name() if group is None else group, tags=tags)
 
 
 @dataclass

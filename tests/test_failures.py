@@ -95,6 +95,20 @@ def test_damaged_checkpoint_is_passed_over_by_the_run_that_resumes(workplace):
     assert load(newest)["step"] == 20
 
 
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")]
+)
+def test_a_machine_without_the_memory_is_told_in_a_sentence(workplace, monkeypatch, error):
+    def refuse(*_, **__):
+        raise error
+
+    monkeypatch.setattr(GPT2, "forward", refuse)
+    outcome = train("run")
+    (sentence,) = outcome.err.splitlines()
+    assert outcome.code == 2 and sentence.startswith("error: this machine has not the memory (")
+    assert sentence.endswith("lower train.batch_size or model.context_length, or choose a smaller model")
+
+
 def twice(number: int) -> None:
     for _ in range(2):
         os.kill(os.getpid(), number)

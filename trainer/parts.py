@@ -2,14 +2,12 @@
 
 import gc
 import os
-from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from conf.cli import chosen, sweep_name
-from conf.schema import Config, TrainConfig
 from data.loader import TrainLoader, check_length
 from data.tokens import SPLITS, TokenSet
 from errors import UserError
@@ -19,12 +17,15 @@ from model.huggingface import find_pretrained, load_pretrained, read_config
 from trainer import checkpoint
 from trainer.background import BackgroundCheckpoints
 from trainer.checkpoint import CheckpointConfig, Checkpoints, State
+from trainer.config import TrainConfig
 from trainer.distributed import World, is_of_submitit
 from trainer.flops import model_flops_per_token, peak_flops
-from trainer.loggers import Loggers, WandbConfig, start_loggers
 from trainer.meters import ThroughputMeter
 from trainer.precision import Compute
 from trainer.state import check_resumable
+
+if TYPE_CHECKING:
+    from conf.schema import Config  # which names the settings of this package
 
 
 def reset_process(settings: TrainConfig, compute: Compute) -> None:
@@ -44,7 +45,7 @@ def reset_process(settings: TrainConfig, compute: Compute) -> None:
         torch.cuda.empty_cache()
 
 
-def load_resumed(config: Config, folder: Path, world: World) -> State | None:
+def load_resumed(config: "Config", folder: Path, world: World) -> State | None:
     """The checkpoint to continue, if any: the same for all processes, tensors that are to be split left on the disk.
 
     `folder` is where this run's own go.
@@ -83,7 +84,7 @@ def open_checkpoints(
     return Checkpoints(folder, **options)
 
 
-def build_model(config: Config, compute: Compute, tokens: TokenSet, resumed: State | None) -> GPT2:
+def build_model(config: "Config", compute: Compute, tokens: TokenSet, resumed: State | None) -> GPT2:
     """The model on its device, with fresh weights or pretrained ones; a resumed run loads its own later."""
     shape, pretrained = config.model, None
     if shape.pretrained is not None:
@@ -110,7 +111,7 @@ def build_model(config: Config, compute: Compute, tokens: TokenSet, resumed: Sta
     return model.to(compute.device)
 
 
-def build_loader(config: Config, compute: Compute, tokens: TokenSet, model: GPT2) -> TrainLoader:
+def build_loader(config: "Config", compute: Compute, tokens: TokenSet, model: GPT2) -> TrainLoader:
     """This process's share of the training batches."""
     return TrainLoader(
         tokens.train,
@@ -123,27 +124,6 @@ def build_loader(config: Config, compute: Compute, tokens: TokenSet, model: GPT2
         rank=compute.world.rank,
         ranks=compute.world.size,
     )
-
-
-def open_logs(config: Config, compute: Compute, folder: Path, resumed_step: int | None) -> Loggers:
-    """The loggers of the run, which are the first process's."""
-    if not compute.world.is_first:
-        return Loggers([])
-    return start_loggers(
-        folder,
-        max_steps=config.train.max_steps,
-        wandb=label(config, compute),
-        run_config=asdict(config),
-        resumed_step=resumed_step,
-    )
-
-
-def label(config: Config, compute: Compute) -> WandbConfig:
-    """The settings of wandb, with a group and tags by which variants compare where the user names none."""
-    group, tags = config.wandb.group, config.wandb.tags
-    if tags is None:
-        tags = [config.attention.name, chosen("model"), config.data.name, compute.precision]
-    return replace(config.wandb, group=sweep_name() if group is None else group, tags=tags)
 
 
 def is_compiled(settings: TrainConfig, compute: Compute) -> bool:
