@@ -11,19 +11,19 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 compiled_kernels: dict[tuple, Any] = {}
 
 
-def launch(kernel, key: tuple, programs: int, tensors: tuple, numbers: tuple, constants: tuple, **options) -> None:
-    """kernel[programs](*tensors, *numbers, *constants), compiled with `options`: warps, stages and the like.
+def launch(kernel, key: tuple, programs: int, tensors: tuple, scalars: tuple, constants: tuple, **options) -> None:
+    """kernel[programs](*tensors, *scalars, *constants), compiled with `options`: warps, stages and the like.
 
     Triton inspects every argument at every call to choose among its compilations of the kernel, which takes longer than
-    launching it. So the choice is kept for arguments of the same `key`, numbers and alignment, on which it depends.
+    launching it. So the choice is kept for arguments of the same `key`, scalars and alignment, on which it depends.
     """
     aligned = tuple([x.data_ptr() % 16 == 0 for x in tensors if isinstance(x, Tensor)])
-    key = (kernel, key, numbers, constants, aligned, *options.values())
+    key = (kernel, key, scalars, constants, aligned, *options.values())
     compiled = compiled_kernels.get(key)
     if compiled is not None:
-        compiled[programs, 1, 1](*tensors, *numbers, *constants)
+        compiled[programs, 1, 1](*tensors, *scalars, *constants)
         return
-    compiled = kernel[(programs,)](*tensors, *numbers, *constants, **options)
+    compiled = kernel[(programs,)](*tensors, *scalars, *constants, **options)
     if compiled is not None:  # the interpreter compiles nothing
         compiled_kernels[key] = compiled
 

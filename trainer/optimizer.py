@@ -86,10 +86,10 @@ class AdamW(torch.optim.AdamW):
         tensors = [[local_part(x) for x in of_one_kind] for of_one_kind in (weights, [p.grad for p in weights], *state)]
         zero = tensors[0][0].new_zeros(())
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        numbers = zero + 1 if scale is None else scale, zero if found_inf is None else found_inf
+        scalars = zero + 1 if scale is None else scale, zero if found_inf is None else found_inf
         beta1, beta2 = group["betas"]
         settings = {"lr": group["lr"], "eps": group["eps"], "weight_decay": group["weight_decay"]}
-        adamw_(*tensors, *numbers, beta1=beta1, beta2=beta2, **settings)
+        adamw_(*tensors, *scalars, beta1=beta1, beta2=beta2, **settings)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:

@@ -110,8 +110,8 @@ def adamw_(
     chunks = _chunks(tuple(x.numel() for x in weights), device)
     on_device = torch.tensor(table, pin_memory=device.type == "cuda").to(device, non_blocking=True)
     logarithms = [math.log(beta) if beta else -math.inf for beta in (beta1, beta2)]
-    numbers = lr, 1 - beta1, 1 - beta2, *logarithms, eps, weight_decay
+    scalars = lr, 1 - beta1, 1 - beta2, *logarithms, eps, weight_decay
     with torch.cuda.device_of(found_inf):
-        arguments = on_device, chunks, grad_scale, found_inf, *numbers, CHUNK, aligned
+        arguments = on_device, chunks, grad_scale, found_inf, *scalars, CHUNK, aligned
         adamw_kernel[(len(chunks),)](*arguments, num_warps=WARPS)
     torch._foreach_add_(steps, [1 - found_inf] * len(steps))  # of a single number the host would wait for its value

@@ -33,7 +33,7 @@ def constants(tile: Tile, head_dim: int, causal: bool, documents: bool, dropout:
     return tile.m, tile.n, head_dim, padded_head_dim(head_dim), causal, documents, dropout, interpreted
 
 
-def _run(kernel, tile: Tile, programs: int, q: Tensor, k: Tensor, tensors: tuple, numbers: tuple, *options) -> None:
+def _run(kernel, tile: Tile, programs: int, q: Tensor, k: Tensor, tensors: tuple, scalars: tuple, *options) -> None:
     """A kernel whose last two tensors are numbers and documents."""
     causal, scale, dropout_p = options
     (seq_q, heads), (seq_k, kv_heads) = q.shape[1:3], k.shape[1:3]
@@ -41,7 +41,7 @@ def _run(kernel, tile: Tile, programs: int, q: Tensor, k: Tensor, tensors: tuple
     compiled_for = constants(tile, q.shape[3], causal, tensors[-1] is not None, dropout_p > 0, not q.is_cuda)
     launched = {"num_warps": tile.warps, "num_stages": tile.stages}
     with torch.cuda.device_of(q):
-        launch(kernel, (q.dtype, q.device), programs, tensors, numbers + sizes, compiled_for, **launched)
+        launch(kernel, (q.dtype, q.device), programs, tensors, scalars + sizes, compiled_for, **launched)
 
 
 def forward(

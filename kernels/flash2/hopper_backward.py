@@ -562,7 +562,7 @@ def _main_arguments(
     section: int,
     config: SpecialisedBackward,
 ) -> tuple[tuple, tuple, tuple]:
-    """The tensors, numbers and constants of main_kernel; without an accumulator it leaves dQ out."""
+    """The tensors, scalars and constants of main_kernel; without an accumulator it leaves dQ out."""
     batch, seq_q, heads, head_dim = q.shape
     d0, d1 = split_head_dim(head_dim)
     fused, dropout = accumulator is not None, options.dropout_p > 0
@@ -578,9 +578,9 @@ def _main_arguments(
         *(_tiles_of(stats, 1, config.m), dq0, dq1, *parts(dk, config.n), *parts(dv, config.n), options.numbers),
     )
     sizes = batch, heads, heads // k.shape[2], seq_q, k.shape[1], section
-    numbers = *sizes, options.scale, threshold(options.dropout_p), 1 / (1 - options.dropout_p)
+    scalars = *sizes, options.scale, threshold(options.dropout_p), 1 / (1 - options.dropout_p)
     stages = config.q_stages, config.do_stages
-    return tensors, numbers, (d1, config.warps, *stages, options.causal, dropout, fused, _LOADER_REGISTERS)
+    return tensors, scalars, (d1, config.warps, *stages, options.causal, dropout, fused, _LOADER_REGISTERS)
 
 
 def compilation(
@@ -637,14 +637,14 @@ def backward_into(
             deltas = torch.empty_like(logsumexp)
         key = q.dtype, q.device, head_dim, config
         tensors = out, dout, logsumexp, dlogsumexp, options.numbers, stats, accumulator, deltas
-        numbers = *strides(out, dout), heads, seq_q, seq_k, 1 - options.dropout_p
+        scalars = *strides(out, dout), heads, seq_q, seq_k, 1 - options.dropout_p
         constants = config.m, head_dim, padded_head_dim(head_dim), dlogsumexp is not None, dropout, fused
-        launch(delta_kernel, key, tiles, tensors, numbers, constants, num_warps=4)
+        launch(delta_kernel, key, tiles, tensors, scalars, constants, num_warps=4)
         section = _section(key_tiles, config.resident, options.causal, q.device)
         arguments = _main_arguments(accumulator, stats, dk, dv, dout, q, k, v, options, section, config)
         launch(main_kernel, key, batch * kv_heads * key_tiles, *arguments, **config.options)
         if fused:
             constants = config.m, *split_head_dim(head_dim), *config.dq_warps, config.n == head_dim == 64
-            numbers = *strides(dq), heads, seq_q, options.scale / (1 - options.dropout_p)
-            launch(finish_kernel, key, tiles, (accumulator, dq), numbers, constants, num_warps=4)
+            scalars = *strides(dq), heads, seq_q, options.scale / (1 - options.dropout_p)
+            launch(finish_kernel, key, tiles, (accumulator, dq), scalars, constants, num_warps=4)
     return deltas

@@ -518,9 +518,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, config: Specialis
     programs = min(batch * heads * rows, multiprocessors(q.device))
     section = _section(batch * heads, rows, programs, options.causal)
     sizes = batch, heads, heads // kv_heads, seq_q, seq_k, section
-    numbers = *sizes, options.scale, threshold(options.dropout_p), 1 / (1 - options.dropout_p)
+    scalars = *sizes, options.scale, threshold(options.dropout_p), 1 / (1 - options.dropout_p)
     tensors = _arguments(q, k, v, out, logsumexp, options.numbers, config)
     constants = _constants(head_dim, options.causal, options.dropout_p > 0, config)
     with torch.cuda.device_of(q):
-        launch(forward_kernel, (q.dtype, q.device, head_dim), programs, tensors, numbers, constants, num_warps=4)
+        launch(forward_kernel, (q.dtype, q.device, head_dim), programs, tensors, scalars, constants, num_warps=4)
     return out, logsumexp

@@ -144,7 +144,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *options, tiles: Chosen | None = No
     shapes = q.shape, k.shape, q.stride(), k.stride(), v.stride()
     given = options.documents is not None, options.blocks is not None
     rest = are_aligned(q, k, v), *given, options[3:], tiles
-    config, tma, programs, numbers, constants = _plan_forward(*key, *shapes, *rest)
+    config, tma, programs, scalars, constants = _plan_forward(*key, *shapes, *rest)
     if isinstance(config, SpecialisedForward):
         from kernels.flash2 import hopper_forward  # Gluon is there by the rule
 
@@ -156,7 +156,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *options, tiles: Chosen | None = No
     tensors = *reads, out, logsumexp, *options[:3]
     launched = {"num_warps": config.warps, "num_stages": config.stages}
     with torch.cuda.device_of(q):
-        launch(forward_kernel, key, programs, tensors, numbers, constants, **launched)
+        launch(forward_kernel, key, programs, tensors, scalars, constants, **launched)
     return out, logsumexp
 
 
@@ -175,7 +175,7 @@ def _plan_forward(
     options: tuple,
     chosen: Chosen | None,
 ) -> tuple[Tile | SpecialisedForward, bool, int, tuple, tuple]:
-    """All of a forward launch but its tensors: settings, whether TMA reads, programs, numbers and constants.
+    """All of a forward launch but its tensors: settings, whether TMA reads, programs, scalars and constants.
 
     Kept per kind of inputs, since working it out takes the host as long as launching.
     """
@@ -188,9 +188,9 @@ def _plan_forward(
         return config, tma, 0, (), ()
     tile = config.forward
     out_strides = seq_q * heads * head_dim, heads * head_dim, head_dim
-    numbers = *in_strides, *out_strides, *_sizes(q_shape, k_shape, options)
+    scalars = *in_strides, *out_strides, *_sizes(q_shape, k_shape, options)
     constants = _constants(tile, head_dim, options, device.type == "cpu", tma)
-    return tile, tma, batch * heads * -(-seq_q // tile.m), numbers, constants
+    return tile, tma, batch * heads * -(-seq_q // tile.m), scalars, constants
 
 
 def backward(
@@ -237,20 +237,20 @@ def _plain_backward_into(
     tma = uses_tma(q, k, v, dout)
     key, read_strides, sizes = (q.dtype, q.device), strides(q, k, v, dout), _sizes(q.shape, k.shape, options)
 
-    def run(kernel, tile: Tile, programs: int, outputs: tuple, extra_numbers=(), extra_constants=()) -> None:
+    def run(kernel, tile: Tile, programs: int, outputs: tuple, extra_scalars=(), extra_constants=()) -> None:
         reads = _read(q, tile.m, tma), _read(k, tile.n, tma), _read(v, tile.n, tma), _read(dout, tile.m, tma)
         tensors = *reads, logsumexp, delta, *outputs, *options[:3]
-        numbers = *read_strides, *strides(outputs[0]), *sizes, *extra_numbers
+        scalars = *read_strides, *strides(outputs[0]), *sizes, *extra_scalars
         constants = *_constants(tile, head_dim, options, not q.is_cuda, tma), *extra_constants
-        launch(kernel, key, programs, tensors, numbers, constants, num_warps=tile.warps, num_stages=tile.stages)
+        launch(kernel, key, programs, tensors, scalars, constants, num_warps=tile.warps, num_stages=tile.stages)
 
     with torch.cuda.device_of(q):
         if delta is None:
             delta, rows = torch.empty_like(logsumexp), 64
             constants = rows, head_dim, padded_head_dim(head_dim), dlogsumexp is not None
-            numbers = *strides(out, dout), heads, seq_q, 1 - options.dropout_p
+            scalars = *strides(out, dout), heads, seq_q, 1 - options.dropout_p
             programs = batch * heads * -(-seq_q // rows)
-            launch(delta_kernel, key, programs, (out, dout, dlogsumexp, delta), numbers, constants, num_warps=4)
+            launch(delta_kernel, key, programs, (out, dout, dlogsumexp, delta), scalars, constants, num_warps=4)
             tile, key_lists, early, pieces = tiles.key_gradient, 0, 0, None
             programs, step = batch * kv_heads * -(-seq_k // tile.n), tile.m
             if options.blocks is not None:
@@ -259,10 +259,10 @@ def _plain_backward_into(
                 pieces = logsumexp.new_empty((2, early, batch * kv_heads, BLOCK, padded_head_dim(head_dim)))
             run(key_gradient_kernel, tile, programs, (dk, dv, pieces), (key_lists, early), (seq_q % step != 0,))
             if early:
-                tensors, numbers = (pieces, dk, dv, options.blocks), (*strides(dk), kv_heads, seq_k, early)
+                tensors, scalars = (pieces, dk, dv, options.blocks), (*strides(dk), kv_heads, seq_k, early)
                 constants = rows, head_dim, padded_head_dim(head_dim), not q.is_cuda
                 programs = early * batch * kv_heads * (BLOCK // rows)
-                launch(add_pieces_kernel, key, programs, tensors, numbers, constants, num_warps=4)
+                launch(add_pieces_kernel, key, programs, tensors, scalars, constants, num_warps=4)
         tile = tiles.query_gradient
         programs = batch * heads * -(-seq_q // tile.m)
         run(query_gradient_kernel, tile, programs, (dq,))

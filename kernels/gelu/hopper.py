@@ -270,7 +270,7 @@ def _tiles_of(x: Tensor, rows: int, columns: int):
 
 
 def _arguments(a, b, bias, out, saved, recomputed, sums, gradient: bool, keep_output: bool) -> tuple:
-    """Tensors, numbers and constants of linear_gelu_kernel."""
+    """Tensors, scalars and constants of linear_gelu_kernel."""
     tiles = _tiles_of(b, K.value, N.value) if gradient else _tiles_of(b, N.value, K.value)
     tensors = _tiles_of(a, M.value, K.value), tiles, bias, out, saved, recomputed, sums
     return tensors, (*out.shape, a.shape[1]), (gradient, keep_output, REGISTERS)
