@@ -67,9 +67,8 @@ def launch(
     schema.register()
     texts = [argument for argument in sys.argv[1:] if literal and argument.startswith(f"{literal}=")]
     arguments = [_full_name(argument, short or {}) for argument in sys.argv[1:] if argument not in texts]
-    sys.argv[1:] = sorted(
-        arguments, key=lambda argument: argument not in ("-m", "--multirun")
-    )  # Hydra wants them first
+    multirun = "-m", "--multirun"  # which Hydra wants first
+    sys.argv[1:] = sorted(arguments, key=lambda argument: argument not in multirun)
     program, failed = _Program(run), []  # failed: jobs of a sweep
     composed = False
 
