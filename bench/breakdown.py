@@ -11,7 +11,8 @@ STEPS = 3
 # of the head, and of naive attention, are found among the matrix products, whose names do not tell them apart.
 CLASSES = {
     "attention": r"^(forward|backward|main|delta|finish|key_gradient|query_gradient|add_pieces)_kernel"
-    r"|^softmax(_gradient)?_kernel|flash|fmha|sdpa|cudnn::fusion|softmax_warp|(?<!log)_softmax(?!.*nll)|cunn_SoftMax(?!.*LogSoftMax)",
+    r"|^softmax(_gradient)?_kernel|flash|fmha|sdpa|cudnn::fusion"
+    r"|softmax_warp|(?<!log)_softmax(?!.*nll)|cunn_SoftMax(?!.*LogSoftMax)",
     "head and loss": r"cross_entropy|log_softmax|nll_loss|cunn_SoftMax",
     "matmul": r"nvjet|gemm|cutlass|cublas|splitK|xmma|^linear_gelu_kernel",
     "optimizer": r"multi_tensor_apply|[Aa]dam|lpnorm|foreach",
