@@ -90,8 +90,10 @@ def begin(out: Path | None, add: bool, columns: Collection[str]) -> dict:
     results = read_results(out)
     if not all(set(columns) <= set(row) for row in results.get("rows", [{}])):
         raise UserError(f"{out} holds rows of another benchmark; name another file by --out")
-    check_same(results["environment"], here, out, "without --add all is measured anew", any_commit=True)
-    return results | {"environment": here}
+    then = results["environment"]
+    check_same(then, here, out, "without --add all is measured anew", any_commit=True)
+    rows = [{"commit": then["commit"]} | row for row in results["rows"]]
+    return results | {"environment": here, "rows": rows}
 
 
 def _output(command: list[str]) -> str:

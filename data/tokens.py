@@ -79,8 +79,7 @@ def _remedy(config: DataConfig, folder: Path) -> str:
     source = " data.source=..." if config.name == "text" else ""
     command = f"`python -m data.prepare data={config.name}{source} data.dir={config.dir}`"
     if (folder / "unfinished").is_dir() and config.name != "stdlib":
-        again = "`python -m data.prepare` as before" if config.name == "tokens" else command
-        return f"its preparation has not ended; run {again}, which goes on, or set data.dir"
+        return "its preparation has not ended; run `python -m data.prepare` as before, which goes on, or set data.dir"
     if config.name == "stdlib":
         return f"delete {config.dir} and it is built again"
     if config.name == "tokens":

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.report.readme import README, RESULTS, fill, linear_times, parity_picture, stale_files
+from bench.report.readme import README, RESULTS, fill, linear_times, parity_picture, stale_files, training_table
 from errors import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -86,3 +86,16 @@ def test_every_file_the_readme_names_exists():
     text = README.read_text()
     for path in re.findall(r"`((?:\w+/)+[\w.]+\.(?:py|md))`|\]\(([\w/.-]+)\)", text):
         assert (ROOT / (path[0] or path[1])).is_file(), path
+
+
+def test_a_trainer_that_failed_when_it_was_timed_in_turn_is_in_no_table(tmp_path):
+    """Nor is another's speed told beside its first try; and a file without first steps makes a table too."""
+    file = json.loads((RESULTS / "h200" / "training.json").read_text())
+    rows = [row for row in file["rows"] if (row["model"], row["context_length"]) == ("gpt3-1.3b", 8192)]
+    for row in rows:
+        row["status"] = "oom" if row["trainer"] == "nanogpt" else "ok"
+    del file["first_step_s"]
+    (tmp_path / "h200").mkdir()
+    (tmp_path / "h200" / "training.json").write_text(json.dumps(file | {"rows": rows}))
+    (line,) = [line for line in training_table(tmp_path).splitlines() if line.startswith("| gpt3-1.3b")]
+    assert "ours, flash2" in line and "| - | - |" in line

@@ -154,7 +154,7 @@ def choose_parallel(asked: str | None) -> str:
     if asked != "none" and tasks > 1 and "RANK" not in os.environ:
         raise UserError(
             f"srun started {tasks} tasks, which know nothing of each other; start one on each node that runs torchrun, "
-            "or let hydra/launcher=slurm start them; parallel=none trains in each alone"
+            "or let hydra/launcher=slurm start them; parallel=none trains alone, in a shell of srun's too"
         )
     if asked not in (None, "none") and "RANK" not in os.environ:
         raise UserError(

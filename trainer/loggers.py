@@ -335,14 +335,14 @@ def server_problem(settings: Any) -> str | None:
 
 def _answers(server: str) -> bool:
     """Whether anything speaks HTTP at that URL, through the environment's proxy if it names one."""
-    ask = Request(server, method="HEAD")
     try:
+        ask = Request(server, method="HEAD")
         within(REACH_TIMEOUT_S, lambda: urlopen(ask, timeout=REACH_TIMEOUT_S).close())
     except HTTPError:
         return True  # an error status is an answer
     except URLError as error:
         return isinstance(error.reason, ssl.SSLError)  # wandb has certificates of its own; let it judge
-    except (OSError, HTTPException):
+    except (OSError, ValueError, HTTPException):  # a ValueError is of a URL that is none
         return False
     return True
 

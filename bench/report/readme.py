@@ -108,13 +108,14 @@ def training_table(results: Path) -> str:
         "| model, context | trainer, attention | micro-batch | tokens/s | x nanoGPT | of the floor | peak memory |",
         "|---|---|--:|--:|--:|--:|--:|",
     ]
-    best = [row for row in rows if row["best"]]
+    best = [row for row in rows if row["best"] and row["status"] == "ok"]
     for row in sorted(best, key=lambda row: (row["model"], row["context_length"])):
         of_cell = {
             other["trainer"]: other["tokens_per_second"]
             for other in rows
             if (other["model"], other["context_length"]) == (row["model"], row["context_length"])
             and (other["best"] or other["trainer"] == "floor")
+            and other["status"] == "ok"
             and (other["trainer"] != "nanogpt" or (other["attention"], other["compiled"]) == ("sdpa", True))
         }
         how = f"{names[row['trainer']]}, {row['attention']}" + ("" if row["compiled"] else ", not compiled")
@@ -133,7 +134,7 @@ def training_table(results: Path) -> str:
     early = dict.fromkeys(f"{row['model']} {row['context_length']:,}" for row in best if "peak_of" not in row)
     if early:
         lines[-1] += f" Memory is the second step's, but that of the first step tried in {', '.join(early)}."
-    return "\n".join([*lines, "", f"{tried(rows)} {first_steps(file)}"])
+    return "\n".join([*lines, "", f"{tried(rows)} {first_steps(file)}".strip()])
 
 
 def tried(rows: list[dict]) -> str:
@@ -147,7 +148,9 @@ def tried(rows: list[dict]) -> str:
 
 
 def first_steps(file: dict) -> str:
-    """gpt2's first step, by bench.training --first-step."""
+    """gpt2's first step, where bench.training --first-step measured it."""
+    if "first_step_s" not in file:
+        return ""
     cold, warm, commit = (file["first_step_s"][key] for key in ("cold", "warm", "commit"))
     cold, warm = (math.ceil(10 * seconds) / 10 for seconds in (cold, warm))
     return (

@@ -315,7 +315,7 @@ def measured(tmp_path, monkeypatch):
 
     monkeypatch.setattr(training, "measure", measure)
     cells = training.chosen_cells(training.parse(["--cells=gpt2_1k,gpt2_8k,gpt2_16k"]))
-    rows = [steps.empty_row(cell, EAGER["ours"], 1) | {"status": "ok", "commit": "e"} for cell in cells]
+    rows = [steps.empty_row(cell, EAGER["ours"], 1) | {"status": "ok"} for cell in cells]
     out = tmp_path / "training.json"
     out.write_text(json.dumps({"environment": here, "rows": rows}))
     here["commit"] = "f"
@@ -323,7 +323,7 @@ def measured(tmp_path, monkeypatch):
 
 
 def test_rows_stay_until_others_of_their_cell_take_their_place(measured):
-    """Those of a cell in which the run is interrupted too."""
+    """Those of a cell in which the run is interrupted too; they are of the commit that the file was of."""
     out, _ = measured
     with pytest.raises(KeyboardInterrupt):
         training.run(training.parse(["--cells=gpt2_1k,gpt2_8k", "--add", f"--out={out}"]))

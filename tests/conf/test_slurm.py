@@ -29,6 +29,7 @@ def processes_of(sweep: Path) -> list[int]:
 def test_a_job_out_of_time_is_saved_queued_again_and_ends(workplace):
     """Of two processes, which are told their places by submitit, and both that their time is up."""
     submitit = ("-m", "hydra/launcher=submitit_local", "hydra.launcher.tasks_per_node=2", "hydra.sweep.dir=sweep")
+    submitit += ("hydra.launcher.timeout_min=5",)  # of so short a job submitit takes the signal for the end of its time
     sweep = start(str(ROOT / "train.py"), *submitit, *TINY, "train.max_steps=600", "checkpoint.resume=auto")
     wait_for_step(3, "sweep/0_flash2", sweep)
     processes = processes_of(Path("sweep").absolute())
@@ -40,7 +41,7 @@ def test_a_job_out_of_time_is_saved_queued_again_and_ends(workplace):
     assert [step for step, *_ in curve("sweep/0_flash2")] == list(range(1, 601))
     (log,) = Path("sweep").glob(".submitit/*/*_0_log.out")
     told = log.read_text()
-    assert "2 x CPU, fp32, ddp" in told
+    assert "2 x CPU, fp32, ddp" in told and "this job is timed-out" in told
     (stopped,) = re.findall(r"SIGUSR2 after step (\d+)", told)
     assert int(stopped) < 600 and f"continuing after step {stopped}," in told
 
@@ -52,3 +53,4 @@ def test_slurm_gets_a_process_for_each_gpu():
     launcher = OmegaConf.to_container(config.hydra.launcher, resolve=False)
     assert launcher["_target_"].endswith("SlurmLauncher") and launcher["tasks_per_node"] == "${.gpus_per_node}"
     assert config.hydra.launcher.tasks_per_node == 4
+    assert launcher["max_num_timeout"] > 0, "or submitit would not queue a job again that is out of time"

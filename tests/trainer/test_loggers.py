@@ -14,6 +14,7 @@ from rich.console import Console
 
 from errors import UserError
 from tests import e2e, offline_wandb
+from trainer import loggers
 from trainer.loggers import ConsoleLogger, JsonlLogger, Pace, WandbConfig, WandbLogger, start_loggers
 
 pytest_plugins = ["tests.e2e"]
@@ -324,6 +325,11 @@ def test_online_with_a_server_that_never_answers_is_refused(tmp_path):
         out, seconds = run_python(REFUSED_ONLINE, tmp_path, WANDB_BASE_URL=f"http://{host}")
     assert f"no answer from http://{host}" in out
     assert seconds < 15
+
+
+@pytest.mark.parametrize("server", ["https://.example.com", "nothing", "http://[::1", "ftp://"])
+def test_what_is_no_address_of_a_server_does_not_answer(server):
+    assert not loggers._answers(server)
 
 
 class BrokenRun:
