@@ -26,7 +26,7 @@ from trainer.distributed import ALONE, World, join, started
 from trainer.evaluation import perplexity, score
 from trainer.folders import claimed
 from trainer.loading import load_model
-from trainer.loggers import Loggers, WandbConfig, start_loggers
+from trainer.loggers import Loggers, WandbConfig, finite, start_loggers
 from trainer.memory import out_of_memory
 from trainer.optimizer import build_optimizer, learning_rate, optimizer_step
 from trainer.parallel import data_parallel, shard, synchronise_gradients
@@ -318,8 +318,8 @@ def evaluate_only(config: Config) -> None:
     metrics = {"val/loss": result.loss, "val/perplexity": result.perplexity, "tokens": result.tokens}
     metrics |= {"val/word_perplexity": result.word_perplexity, "words": result.words} | sizes
     where = {"checkpoint": config.checkpoint.load, "data": str(tokens.dir), "attention": config.attention.name}
-    finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
-    (folder / "evaluation.json").write_text(json.dumps(where | finite, indent=2, allow_nan=False) + "\n")
+    where |= {key: finite(value) for key, value in metrics.items()}
+    (folder / "evaluation.json").write_text(json.dumps(where, indent=2, allow_nan=False) + "\n")
     print(f"outputs in {folder}")
 
 
@@ -361,8 +361,8 @@ def replay(config: Config) -> None:
         f"the batch of step {recorded['step']} by {source}, {settings.attention.name} attention, {compute}: loss "
         f"{loss:.6f} nats, gradient norm {norm:.6f}; in the run {in_run[0]} and {in_run[1]}"
     )
-    finite = {key: x if math.isfinite(x) else None for key, x in (("loss", loss), ("grad_norm", norm))}
-    result = {"replay": config.replay, "checkpoint": str(source)} | finite
+    found = {"loss": finite(loss), "grad_norm": finite(norm)}
+    result = {"replay": config.replay, "checkpoint": str(source)} | found
     (folder / "replay.json").write_text(json.dumps(result, indent=2) + "\n")
     print(f"outputs in {folder}")
 

@@ -10,7 +10,6 @@ graph that is kept; `both` is the two in one call. dout is laid out as the varia
 """
 
 import argparse
-import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from bench import charts
 from bench.accuracy import check, truth_of
 from bench.cells import CELLS, DTYPES, HIDDEN, PASSES, TOKENS, Cell
 from bench.command_line import output_file, positive
-from bench.results_file import environment, read_results, results_folder, write
+from bench.results_file import environment, has_columns, read_results, results_folder, write
 from bench.rows import cell_line, empty_row, summary
 from bench.timing import Gpu, alternate, recorded, start_series
 from bench.variants import available, bind, draw
@@ -124,8 +123,7 @@ def own_cell(arguments: argparse.Namespace) -> Cell:
 
 def chosen_variants(arguments: argparse.Namespace) -> dict[str, Attention]:
     """The variants that the command line asks for, of those there are."""
-    library = arguments.fa3_library or os.environ.get("FA3_LIBRARY")
-    variants = available(Path(library) if library else None)
+    variants = available(arguments.fa3_library)
     wanted = arguments.variants.split(",") if arguments.variants else list(variants)
     for name in wanted:
         if name not in variants:
@@ -185,7 +183,7 @@ def run(arguments: argparse.Namespace) -> None:
         if not arguments.draw.is_file():
             raise UserError(f"--draw {arguments.draw} does not exist; measure first, or name another results file")
         results = read_results(arguments.draw)
-        if any(not {"variant", "pass", "tflops"} <= row.keys() for row in results.get("rows", [{}])):
+        if not has_columns(results, {"variant", "pass", "tflops"}):
             raise UserError(f"--draw {arguments.draw} is of another benchmark; name a results file of bench.attention")
         charts.draw(results["rows"], arguments.draw, results["environment"])
         return print(summary(results["rows"]))

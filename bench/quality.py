@@ -13,7 +13,6 @@ clip_grad_norm_ and torch's AdamW without fusion, under bf16 autocast, not compi
 """
 
 import argparse
-import math
 import statistics
 import sys
 import tempfile
@@ -36,6 +35,7 @@ from data.loader import TrainLoader
 from data.tokens import open_tokens
 from errors import UserError, refusing
 from model.huggingface import save_pretrained
+from trainer.loggers import finite
 from trainer.optimizer import OptimizerConfig, learning_rate
 
 TOLERANCE = 0.01  # nats between the mean losses of the last steps
@@ -107,7 +107,7 @@ def run(arguments: argparse.Namespace) -> float:
         for name, curve in curves(cell, tokens.train, seed, arguments):
             end = statistics.mean(curve[-LAST:])
             rows.append({"trained_by": name, "seed": seed, "end": end, "loss_curve": curve})
-            write(out, where | {"rows": [finite(row) for row in rows]})
+            write(out, where | {"rows": [written(row) for row in rows]})
     ends = {(row["seed"], row["trained_by"]): row["end"] for row in rows}
     names = list(dict.fromkeys(row["trained_by"] for row in rows))
     print(f"mean loss of the last {min(LAST, arguments.steps)} of {arguments.steps} steps")
@@ -121,10 +121,9 @@ def run(arguments: argparse.Namespace) -> float:
     return above["fast"]
 
 
-def finite(row: dict) -> dict:
-    """The row with None, as JSON has no other, for losses that are no numbers."""
-    known = [loss if math.isfinite(loss) else None for loss in (row["end"], *row["loss_curve"])]
-    return row | {"end": known[0], "loss_curve": known[1:]}
+def written(row: dict) -> dict:
+    """The row as JSON can have it."""
+    return row | {"end": finite(row["end"]), "loss_curve": [finite(loss) for loss in row["loss_curve"]]}
 
 
 def curves(

@@ -65,6 +65,11 @@ def read_results(path: Path) -> dict:
     return results
 
 
+def has_columns(results: dict, columns: Collection[str]) -> bool:
+    """Whether there are rows, of a benchmark that fills those columns."""
+    return all(set(columns) <= set(row) for row in results.get("rows", [{}]))
+
+
 def check_same(then: dict, now: dict, file: Path, remedy: str, any_commit: bool = False) -> None:
     """Refuses to add to results that were measured on another machine, with other versions or at another commit.
 
@@ -88,7 +93,7 @@ def begin(out: Path | None, add: bool, columns: Collection[str]) -> dict:
     if not (add and out and out.is_file()):
         return {"environment": here, "rows": []}
     results = read_results(out)
-    if not all(set(columns) <= set(row) for row in results.get("rows", [{}])):
+    if not has_columns(results, columns):
         raise UserError(f"{out} holds rows of another benchmark; name another file by --out")
     then = results["environment"]
     check_same(then, here, out, "without --add all is measured anew", any_commit=True)

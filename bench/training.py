@@ -31,7 +31,6 @@ from bench.timing import Gpu, recorded
 from bench.trainers import Cell, Job, Trainer, huggingface, load_nanogpt, nanogpt, ours
 from bench.variants import available
 from errors import UserError, refusing
-from model.attention import Attention
 from model.gpt2 import CHECKPOINTING
 
 CELLS = [
@@ -103,14 +102,9 @@ def floor_parts(cell: Cell, ours: dict | None, arguments: argparse.Namespace, gp
     """The parts of the floor at our best micro-batch; none where there is no such, or no floor is wanted."""
     if ours is None or arguments.no_floor or cell.context_length > LONGEST_FLOOR:
         return {}
-    fused = {name: attend for name, attend in known_attentions(arguments).items() if name not in ("naive", "flex")}
+    known = available(arguments.fa3_library)
+    fused = {name: attend for name, attend in known.items() if name not in ("naive", "flex")}
     return floor.contenders(cell, ours["batch_size"], fused, gpu)
-
-
-def known_attentions(arguments: argparse.Namespace) -> dict[str, Attention]:
-    """What this machine has, and FlashAttention-3 from a file if one is named."""
-    library = arguments.fa3_library or os.environ.get("FA3_LIBRARY")
-    return available(Path(library) if library else None)
 
 
 def builder(trainer: Trainer, arguments: argparse.Namespace) -> Callable[..., Job]:
@@ -274,7 +268,7 @@ def run(arguments: argparse.Namespace) -> None:
     for cell in cells:
         for trainer in chosen_trainers(arguments, cell):
             builder(trainer, arguments)
-    known_attentions(arguments)
+    available(arguments.fa3_library)  # refused here, if it is to be
     if not torch.cuda.is_available():
         raise UserError("bench.training measures GPUs and finds none")
     out = arguments.out or (results_folder(arguments.gpu) / "training.json" if is_whole(arguments) else None)

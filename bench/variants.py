@@ -10,6 +10,7 @@ B batch, T sequence length, H query heads, G key/value heads, D head size.
 import ctypes
 import functools
 import importlib.util
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,16 +101,19 @@ def load_fa3(library: Path) -> Attention:
     return lambda q, k, v, *, causal, scale: _LibraryFA3.apply(q, k, v, causal, scale)
 
 
-def available(fa3_library: Path | None = None) -> dict[str, Attention]:
-    """The variants this machine has, by name. What a GPU cannot run of them shows when it is tried."""
+def available(fa3_library: str | Path | None = None) -> dict[str, Attention]:
+    """The variants this machine has, by name. What a GPU cannot run of them shows when it is tried.
+
+    FlashAttention-3 is that of the bare library, if one is given or named by FA3_LIBRARY, or else the installed one.
+    """
     backends = "flash", "cudnn", "efficient"
     variants = {"naive": standard_attention}
     variants |= {f"sdpa_{backend}": functools.partial(sdpa, backend=backend) for backend in backends}
     variants |= {"flex": flex, "flash2": flash2}
     if importlib.util.find_spec("flash_attn"):
         variants["fa2"] = fa2
-    if fa3_library:
-        variants["fa3"] = load_fa3(fa3_library)
+    if library := fa3_library or os.environ.get("FA3_LIBRARY"):
+        variants["fa3"] = load_fa3(Path(library))
     elif importlib.util.find_spec("flash_attn_interface"):
         variants["fa3"] = fa3
     return variants

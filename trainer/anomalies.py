@@ -8,6 +8,7 @@ from statistics import median
 
 from errors import UserError
 from trainer.checkpoint import State
+from trainer.loggers import finite
 from trainer.state import TrainState
 
 REMEMBERED = 100  # gradient norms that tell what is usual
@@ -63,8 +64,8 @@ class Watch:
         loader["position"] -= (state.step - step + 1) * windows
         content = {
             "step": step,
-            "loss": loss if math.isfinite(loss) else None,
-            "grad_norm": norm if math.isfinite(norm) else None,
+            "loss": finite(loss),
+            "grad_norm": finite(norm),
             "checkpoint": None if weights is None else str(weights),
             "loader": loader,
             "scaler": state.scaler.state_dict(),

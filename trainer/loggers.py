@@ -31,6 +31,11 @@ from errors import UserError, described
 Metrics = dict[str, float]
 
 
+def finite(value: float) -> float | None:
+    """The value, or None, as JSON has no other, for what is no number."""
+    return value if math.isfinite(value) else None
+
+
 @dataclass
 class WandbConfig:
     """Weights & Biases."""
@@ -100,8 +105,7 @@ class JsonlLogger(Logger):
         self._file = self.path.open("ab", buffering=0)
 
     def log(self, step: int, tokens: int, metrics: Metrics) -> None:
-        finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
-        row = {"step": step, "tokens": tokens} | finite
+        row = {"step": step, "tokens": tokens} | {key: finite(value) for key, value in metrics.items()}
         was_full = bool(self._unwritten)
         self._unwritten += json.dumps(row, allow_nan=False).encode() + b"\n"
         if (reason := self._write()) and not was_full:

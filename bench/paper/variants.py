@@ -1,8 +1,5 @@
 """The attentions of the tables by name: those of bench.attention, and those that a model can be trained with."""
 
-import os
-from pathlib import Path
-
 from omegaconf import OmegaConf
 
 from bench.accuracy import check, truth_of
@@ -17,8 +14,7 @@ from model.attention import VARIANTS, Attention, AttentionConfig, build_attentio
 
 def known(config: PaperConfig) -> dict[str, Attention]:
     """What this machine has from elsewhere, and of ours what is not in it."""
-    library = config.fa3_library or os.environ.get("FA3_LIBRARY")
-    return available(Path(library) if library else None)
+    return available(config.fa3_library)
 
 
 def attend(variant: str, config: PaperConfig) -> Attention:

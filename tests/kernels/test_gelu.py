@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import library
 
 from kernels.gelu import definition, gelu_mlp, launch, triton_kernels
 
@@ -148,8 +149,8 @@ def test_the_result_is_in_the_inputs_dtype_under_autocast_too():
 def test_the_operators_are_well_formed():
     x, weight, bias, out_weight, dout = draw(6, 20, 5, torch.float32)
     for keep_output in (False, True):
-        torch.library.opcheck(torch.ops.gelu.forward, (x, weight, bias, keep_output))
-        torch.library.opcheck(torch.ops.gelu.backward, (dout, out_weight, x @ weight.T, keep_output))
+        library.opcheck(torch.ops.gelu.forward, (x, weight, bias, keep_output))
+        library.opcheck(torch.ops.gelu.backward, (dout, out_weight, x @ weight.T, keep_output))
 
 
 def test_only_whole_tiles_of_enough_work_are_fused():
