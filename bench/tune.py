@@ -52,8 +52,8 @@ CANDIDATES = {
 SPECIALISED_CANDIDATES = {
     "forward": [(64, 3), (64, 4), (64, 5), (128, 2), (128, 3)],
     "backward": [
-        *itertools.product((64,), (64,), (4,), (2, 3, 4), (2, 3), (2,), (True,)),
-        *itertools.product((64,), (128,), (8,), (2, 3), (2,), (1,), (True, False)),
+        *itertools.product((64,), (64,), (4,), (2, 3), (2,), (True,)),
+        *itertools.product((64,), (128,), (8,), (2,), (1,), (True, False)),
     ],
 }
 SPECIALISED_HEAD_DIMS = 64, 80, 96, 128

@@ -188,13 +188,16 @@ def _load(x0, x1, x0_s, x1_s, bar, batch, row, head, BYTES: gl.constexpr, D1: gl
 
 
 @gluon.jit
-def _producer(
-    inputs, stats, buffers, stats_s, bars, batch, kv_head, j, heads, groups, tiles, first, n, total, D1: gl.constexpr
-):
-    """One warp: K and V once, then Q, its statistics and dO through rings of tiles."""
+def _producer(inputs, stats, buffers, stats_s, bars, batch, kv_head, j, heads, groups, tiles, first, D1: gl.constexpr):
+    """One warp: K and V once, then Q, its statistics and dO through rings of tiles.
+
+    A slot of Q needs no barrier that tells when it is free. The consumers free dO of a tile when all are done with Q of
+    the tile before; and coming to tile t this warp has waited for dO of tile t - 1 - OS, hence for Q of t - 2 - OS,
+    which is t - QS.
+    """
     q0, q1, k0, k1, v0, v1, do0, do1 = inputs
     q0_s, q1_s, k0_s, k1_s, v0_s, v1_s, do0_s, do1_s = buffers
-    k_full, q_full, q_empty, do_full, do_empty, _ = bars
+    k_full, q_full, do_full, do_empty, _ = bars
     M: gl.constexpr = q0.block_type.shape[1]
     QS: gl.constexpr = q0_s.shape[0]
     OS: gl.constexpr = do0_s.shape[0]
@@ -203,38 +206,40 @@ def _producer(
     DO_BYTES: gl.constexpr = q0.block_type.nbytes + (q1.block_type.nbytes if D1 else 0)
     Q_BYTES: gl.constexpr = DO_BYTES + STATS * stats.block_type.nbytes
     _load(k0, k1, k0_s, k1_s, k_full.index(0), batch, j, kv_head, K_BYTES, D1)
-    for t in range(total):
-        g = t // n
-        m = first + t - g * n
-        head = kv_head * groups + g
-        row = STATS * ((batch * heads + head) * tiles + m)
-        s, o = t % QS, t % OS
-        bar = q_full.index(s)
-        mbarrier.wait(q_empty.index(s), (t // QS & 1) ^ 1)
-        _load(q0, q1, q0_s.index(s), q1_s.index(s), bar, batch, m * M, head, Q_BYTES, D1)
-        for i in gl.static_range(STATS):
-            tma.async_copy_global_to_shared(stats, [row + i, 0], bar, stats_s.index(STATS * s + i))
-        if t == 0:  # S needs K and Q first
-            _load(v0, v1, v0_s, v1_s, k_full.index(1), batch, j, kv_head, K_BYTES, D1)
-        mbarrier.wait(do_empty.index(o), (t // OS & 1) ^ 1)
-        _load(do0, do1, do0_s.index(o), do1_s.index(o), do_full.index(o), batch, m * M, head, DO_BYTES, D1)
+    t = 0
+    for g in range(groups):
+        for m in range(first, tiles):
+            head = kv_head * groups + g
+            row = STATS * ((batch * heads + head) * tiles + m)
+            s, o = t % QS, t % OS
+            bar = q_full.index(s)
+            _load(q0, q1, q0_s.index(s), q1_s.index(s), bar, batch, m * M, head, Q_BYTES, D1)
+            for i in gl.static_range(STATS):
+                tma.async_copy_global_to_shared(stats, [row + i, 0], bar, stats_s.index(STATS * s + i))
+            if t == 0:  # S needs K and Q first
+                _load(v0, v1, v0_s, v1_s, k_full.index(1), batch, j, kv_head, K_BYTES, D1)
+            mbarrier.wait(do_empty.index(o), (t // OS & 1) ^ 1)
+            _load(do0, do1, do0_s.index(o), do1_s.index(o), do_full.index(o), batch, m * M, head, DO_BYTES, D1)
+            t += 1
 
 
 @gluon.jit
-def _reducer(dq0, dq1, dq0_s, dq1_s, bars, batch, kv_head, heads, groups, tiles, first, n, total, D1: gl.constexpr):
+def _reducer(dq0, dq1, dq0_s, dq1_s, bars, batch, kv_head, heads, groups, tiles, first, D1: gl.constexpr):
     """One warp: adds each finished tile of dQ to the accumulator. A tile of dQ is done when the dO it used is free."""
-    _, _, _, _, do_empty, dq_empty = bars
+    _, _, _, do_empty, dq_empty = bars
     ROWS: gl.constexpr = dq0.block_type.shape[0] + (dq1.block_type.shape[0] if D1 else 0)
     OS: gl.constexpr = do_empty.shape[0]
-    for t in range(total):
-        g = t // n
-        row = ((batch * heads + kv_head * groups + g) * tiles + first + t - g * n) * ROWS
-        mbarrier.wait(do_empty.index(t % OS), t // OS & 1)
-        _tma_add(dq0, [row, 0], dq0_s)
-        if D1:
-            _tma_add(dq1, [row + dq0.block_type.shape[0], 0], dq1_s)
-        tma.store_wait(0)
-        mbarrier.arrive(dq_empty, count=1)
+    t = 0
+    for g in range(groups):
+        for m in range(first, tiles):
+            row = ((batch * heads + kv_head * groups + g) * tiles + m) * ROWS
+            mbarrier.wait(do_empty.index(t % OS), t // OS & 1)
+            _tma_add(dq0, [row, 0], dq0_s)
+            if D1:
+                _tma_add(dq1, [row + dq0.block_type.shape[0], 0], dq1_s)
+            tma.store_wait(0)
+            mbarrier.arrive(dq_empty, count=1)
+            t += 1
 
 
 @gluon.jit
@@ -260,7 +265,7 @@ def _mask(s_t, j, i, seq_k, offset, N: gl.constexpr, M: gl.constexpr, CAUSAL: gl
 @gluon.jit
 def _consumer(
     outputs, buffers, stats_s, ds_s, dq0_s, dq1_s, bars,
-    batch, kv_head, j, shape, first, full, n, total, scale, dropout,
+    batch, kv_head, j, shape, tiles, first, full, scale, dropout,
     WARPS: gl.constexpr, D1: gl.constexpr, CAUSAL: gl.constexpr, DROPOUT: gl.constexpr, FUSED: gl.constexpr,
 ):  # fmt: skip
     """The computing warps: dK and dV of one key tile stay in registers over all the query tiles that see it.
@@ -278,7 +283,7 @@ def _consumer(
     offset = seq_k - seq_q
     dk0, dk1, dv0, dv1 = outputs
     q0_s, q1_s, k0_s, k1_s, v0_s, v1_s, do0_s, do1_s = buffers
-    k_full, q_full, q_empty, do_full, do_empty, dq_empty = bars
+    k_full, q_full, do_full, do_empty, dq_empty = bars
     M: gl.constexpr = q0_s.shape[2]
     N: gl.constexpr = k0_s.shape[1]
     D0: gl.constexpr = k0_s.shape[3]
@@ -323,82 +328,82 @@ def _consumer(
     if HELD:
         a_k0 = b_k0.load(gl.DotOperandLayout(0, SL, 2))
         a_kt = b_k0.permute([1, 0]).load(gl.DotOperandLayout(0, QTL, 2))
-    for t in range(total):
-        m = first + t % n
-        s, o = t % QS, t % OS
-        b_q0, b_do0 = q0_s.index(s).reshape([M, D0]), do0_s.index(o).reshape([M, D0])
-        b_q1, b_do1 = b_q0, b_do0
-        if D1:
-            b_q1, b_do1 = q1_s.index(s).reshape([M, D1]), do1_s.index(o).reshape([M, D1])
-        mbarrier.wait(q_full.index(s), t // QS & 1)
-        s_t = _transposed_product(a_k0, b_k1, b_q0, b_q1, zeros, D1)
-        mbarrier.wait(do_full.index(o), t // OS & 1)
-        dp_t = _transposed_product(a_v0, b_v1, b_do0, b_do1, zeros, D1)
-        s_t = warpgroup_mma_wait(PARTS, deps=(s_t,))
-        # Read no sooner: these registers are wanted until S is done. So for delta.
-        lse = stats_s.index(STATS * s).reshape([M]).load(ROW)
-        if m * M < full:
-            s_t = _mask(s_t, j, m * M, seq_k, offset, N, M, CAUSAL)
-        p_t = gl.exp2(s_t * scale_log2 - lse[None, :])
-        if DROPOUT:
-            of_keys = gl.load(p_keys + t // n * (seq_q + seq_k), mask=o_j < seq_k, other=0).to(gl.uint32, bitcast=True)
-            of_queries = stats_s.index(STATS * s + 2).reshape([M]).load(ROW).to(gl.uint32, bitcast=True)
-            kept = of_keys[:, None] * of_queries[None, :] >= threshold.to(gl.uint32, bitcast=True)
-            p_t = gl.where(kept, p_t, -p_t)
-            p16 = gl.maximum(p_t, 0.0).to(dtype)
-        else:
-            p16 = p_t.to(dtype)
-        dv = warpgroup_mma(gl.convert_layout(p16, A0L), b_do0, dv, is_async=True)
-        if D1:
-            dv_1 = warpgroup_mma(gl.convert_layout(p16, A1L), b_do1, dv_1, is_async=True)
-        dp_t = warpgroup_mma_wait(PARTS, deps=(dp_t,))
-        delta = stats_s.index(STATS * s + 1).reshape([M]).load(ROW)
-        if DROPOUT:
-            ds16 = (p_t * gl.where(p_t > 0.0, dp_t - delta[None, :], delta[None, :])).to(dtype)
-        else:
-            ds16 = (p_t * (dp_t - delta[None, :])).to(dtype)
-        if FUSED:
-            ds_s.store(ds16)
-            fence_async_shared()
-        barrier()
-        if t > 0:  # all warps are past dK of the tile before
-            mbarrier.arrive(q_empty.index((t - 1) % QS), count=1)
-        if HELD:
-            dq = gl.zeros([D0, M], gl.float32, QTL)
-            dq = warpgroup_mma(a_kt, ds_s, dq, use_acc=False, is_async=True)
-        elif FUSED:
-            dq = gl.zeros([M, D0], gl.float32, Q0L)
-            dq = warpgroup_mma(ds_s.permute([1, 0]), b_k0, dq, use_acc=False, is_async=True)
+    t = 0
+    for g in range(groups):
+        for m in range(first, tiles):
+            s, o = t % QS, t % OS
+            b_q0, b_do0 = q0_s.index(s).reshape([M, D0]), do0_s.index(o).reshape([M, D0])
+            b_q1, b_do1 = b_q0, b_do0
             if D1:
-                dq_1 = gl.zeros([M, D1], gl.float32, Q1L)
-                dq_1 = warpgroup_mma(ds_s.permute([1, 0]), b_k1, dq_1, use_acc=False, is_async=True)
-        dk = warpgroup_mma(gl.convert_layout(ds16, A0L), b_q0, dk, is_async=True)
-        if D1:
-            dk_1 = warpgroup_mma(gl.convert_layout(ds16, A1L), b_q1, dk_1, is_async=True)
-            dv, dv_1 = warpgroup_mma_wait(PARTS, deps=(dv, dv_1))
-            dv_1 = warpgroup_mma_init(dv_1)
-        else:
-            dv = warpgroup_mma_wait(PARTS, deps=(dv,))
-        dv = warpgroup_mma_init(dv)
-        if FUSED:
-            mbarrier.wait(dq_empty, (t & 1) ^ 1)
-            dq = warpgroup_mma_wait(PARTS, deps=(dq,))
-            if HELD:
-                dq0_s.reshape([M * D0]).store(_in_register_order(dq, D0, M, WARPS, 1))
+                b_q1, b_do1 = q1_s.index(s).reshape([M, D1]), do1_s.index(o).reshape([M, D1])
+            mbarrier.wait(q_full.index(s), t // QS & 1)
+            s_t = _transposed_product(a_k0, b_k1, b_q0, b_q1, zeros, D1)
+            mbarrier.wait(do_full.index(o), t // OS & 1)
+            dp_t = _transposed_product(a_v0, b_v1, b_do0, b_do1, zeros, D1)
+            s_t = warpgroup_mma_wait(PARTS, deps=(s_t,))
+            # Read no sooner: these registers are wanted until S is done. So for delta.
+            lse = stats_s.index(STATS * s).reshape([M]).load(ROW)
+            if m * M < full:
+                s_t = _mask(s_t, j, m * M, seq_k, offset, N, M, CAUSAL)
+            p_t = gl.exp2(s_t * scale_log2 - lse[None, :])
+            if DROPOUT:
+                of_keys = gl.load(p_keys + g * (seq_q + seq_k), mask=o_j < seq_k, other=0).to(gl.uint32, bitcast=True)
+                of_queries = stats_s.index(STATS * s + 2).reshape([M]).load(ROW).to(gl.uint32, bitcast=True)
+                kept = of_keys[:, None] * of_queries[None, :] >= threshold.to(gl.uint32, bitcast=True)
+                p_t = gl.where(kept, p_t, -p_t)
+                p16 = gl.maximum(p_t, 0.0).to(dtype)
             else:
-                dq0_s.reshape([M * D0]).store(_in_register_order(dq, M, D0, WM, WN))
+                p16 = p_t.to(dtype)
+            dv = warpgroup_mma(gl.convert_layout(p16, A0L), b_do0, dv, is_async=True)
             if D1:
-                dq_1 = warpgroup_mma_wait(PARTS, deps=(dq_1,))
-                dq1_s.reshape([M * D1]).store(_in_register_order(dq_1, M, D1, WM, WN))
-            fence_async_shared()
-        barrier()
-        mbarrier.arrive(do_empty.index(o), count=1)
-        if D1:
-            dk, dk_1 = warpgroup_mma_wait(0, deps=(dk, dk_1))
-            dk_1 = warpgroup_mma_init(dk_1)
-        else:
-            dk = warpgroup_mma_wait(0, deps=(dk,))
-        dk = warpgroup_mma_init(dk)
+                dv_1 = warpgroup_mma(gl.convert_layout(p16, A1L), b_do1, dv_1, is_async=True)
+            dp_t = warpgroup_mma_wait(PARTS, deps=(dp_t,))
+            delta = stats_s.index(STATS * s + 1).reshape([M]).load(ROW)
+            if DROPOUT:
+                ds16 = (p_t * gl.where(p_t > 0.0, dp_t - delta[None, :], delta[None, :])).to(dtype)
+            else:
+                ds16 = (p_t * (dp_t - delta[None, :])).to(dtype)
+            if FUSED:
+                ds_s.store(ds16)
+                fence_async_shared()
+                barrier()
+            if HELD:
+                dq = gl.zeros([D0, M], gl.float32, QTL)
+                dq = warpgroup_mma(a_kt, ds_s, dq, use_acc=False, is_async=True)
+            elif FUSED:
+                dq = gl.zeros([M, D0], gl.float32, Q0L)
+                dq = warpgroup_mma(ds_s.permute([1, 0]), b_k0, dq, use_acc=False, is_async=True)
+                if D1:
+                    dq_1 = gl.zeros([M, D1], gl.float32, Q1L)
+                    dq_1 = warpgroup_mma(ds_s.permute([1, 0]), b_k1, dq_1, use_acc=False, is_async=True)
+            dk = warpgroup_mma(gl.convert_layout(ds16, A0L), b_q0, dk, is_async=True)
+            if D1:
+                dk_1 = warpgroup_mma(gl.convert_layout(ds16, A1L), b_q1, dk_1, is_async=True)
+                dv, dv_1 = warpgroup_mma_wait(PARTS, deps=(dv, dv_1))
+                dv_1 = warpgroup_mma_init(dv_1)
+            else:
+                dv = warpgroup_mma_wait(PARTS, deps=(dv,))
+            dv = warpgroup_mma_init(dv)
+            if FUSED:
+                mbarrier.wait(dq_empty, (t & 1) ^ 1)
+                dq = warpgroup_mma_wait(PARTS, deps=(dq,))
+                if HELD:
+                    dq0_s.reshape([M * D0]).store(_in_register_order(dq, D0, M, WARPS, 1))
+                else:
+                    dq0_s.reshape([M * D0]).store(_in_register_order(dq, M, D0, WM, WN))
+                if D1:
+                    dq_1 = warpgroup_mma_wait(PARTS, deps=(dq_1,))
+                    dq1_s.reshape([M * D1]).store(_in_register_order(dq_1, M, D1, WM, WN))
+                fence_async_shared()
+            barrier()
+            mbarrier.arrive(do_empty.index(o), count=1)  # each costs the warps two barriers in Triton 3.6
+            if D1:
+                dk, dk_1 = warpgroup_mma_wait(0, deps=(dk, dk_1))
+                dk_1 = warpgroup_mma_init(dk_1)
+            else:
+                dk = warpgroup_mma_wait(0, deps=(dk,))
+            dk = warpgroup_mma_init(dk)
+            t += 1
 
     if D1:
         b_dk, b_dv, b_dk1, b_dv1 = warpgroup_mma_wait(0, deps=(dk, dv, dk_1, dv_1))
@@ -451,8 +456,8 @@ def _place(all_heads, key_tiles, section):
 def main_kernel(
     q0, q1, k0, k1, v0, v1, do0, do1, stats, dq0, dq1, dk0, dk1, dv0, dv1, numbers,
     batches, heads, groups, seq_q, seq_k, section, scale, threshold, keep_scale,
-    D1: gl.constexpr, WARPS: gl.constexpr, QS: gl.constexpr, OS: gl.constexpr, CAUSAL: gl.constexpr,
-    DROPOUT: gl.constexpr, FUSED: gl.constexpr, REGISTERS: gl.constexpr,
+    D1: gl.constexpr, WARPS: gl.constexpr, OS: gl.constexpr, CAUSAL: gl.constexpr, DROPOUT: gl.constexpr,
+    FUSED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dK and dV, and the sum of dQ: WARPS warps compute, and two more, of REGISTERS each, load tiles and add up dQ.
 
@@ -463,6 +468,7 @@ def main_kernel(
     """
     M: gl.constexpr = q0.block_type.shape[1]
     N: gl.constexpr = k0.block_type.shape[1]
+    QS: gl.constexpr = OS + 2  # see _producer
     dtype: gl.constexpr = q0.dtype
     kv_heads = heads // groups
     bg, tile = _place(batches * kv_heads, gl.cdiv(seq_k, N), section)
@@ -473,8 +479,6 @@ def main_kernel(
         first = gl.maximum(j - (seq_k - seq_q), 0) // M
         full = gl.maximum(j + N - 1 - (seq_k - seq_q), 0)
     full = gl.where(j + N > seq_k, seq_q, full)
-    n = tiles - first
-    total = n * groups
 
     k0_s = gl.allocate_shared_memory(dtype, k0.block_type.shape, k0.layout)
     v0_s = gl.allocate_shared_memory(dtype, v0.block_type.shape, v0.layout)
@@ -499,27 +503,27 @@ def main_kernel(
     else:
         k1_s, v1_s, q1_s, do1_s = k0_s, v0_s, q0_s, do0_s
         q1, k1, v1, do1, dk1, dv1 = q0, k0, v0, do0, dk0, dv0
-    bars = (_barriers(2), _barriers(QS), _barriers(QS), _barriers(OS), _barriers(OS), _barriers(1).index(0))
+    bars = (_barriers(2), _barriers(QS), _barriers(OS), _barriers(OS), _barriers(1).index(0))
     inputs = (q0, q1, k0, k1, v0, v1, do0, do1)
     outputs = (dk0, dk1, dv0, dv1)
     buffers = (q0_s, q1_s, k0_s, k1_s, v0_s, v1_s, do0_s, do1_s)
     shape = (heads, groups, seq_q, seq_k)
     dropout = (numbers, threshold, keep_scale)
-    added = total if FUSED else 0
+    added = groups if FUSED else 0
     gl.warp_specialize(
         [
             (
                 _consumer,
-                (outputs, buffers, stats_s, ds_s, dq0_s, dq1_s, bars, batch, kv_head, j, shape, first, full,
-                 n, total, scale, dropout, WARPS, D1, CAUSAL, DROPOUT, FUSED),
+                (outputs, buffers, stats_s, ds_s, dq0_s, dq1_s, bars, batch, kv_head, j, shape, tiles, first, full,
+                 scale, dropout, WARPS, D1, CAUSAL, DROPOUT, FUSED),
             ),
             (
                 _producer,
-                (inputs, stats, buffers, stats_s, bars, batch, kv_head, j, heads, groups, tiles, first, n, total, D1),
+                (inputs, stats, buffers, stats_s, bars, batch, kv_head, j, heads, groups, tiles, first, D1),
             ),
             (
                 _reducer,
-                (dq0, dq1, dq0_s, dq1_s, bars, batch, kv_head, heads, groups, tiles, first, n, added, D1),
+                (dq0, dq1, dq0_s, dq1_s, bars, batch, kv_head, heads, added, tiles, first, D1),
             ),
         ],
         [1, 1],
@@ -579,8 +583,7 @@ def _main_arguments(
     )
     sizes = batch, heads, heads // k.shape[2], seq_q, k.shape[1], section
     scalars = *sizes, options.scale, threshold(options.dropout_p), 1 / (1 - options.dropout_p)
-    stages = config.q_stages, config.do_stages
-    return tensors, scalars, (d1, config.warps, *stages, options.causal, dropout, fused, _LOADER_REGISTERS)
+    return tensors, scalars, (d1, config.warps, config.stages, options.causal, dropout, fused, _LOADER_REGISTERS)
 
 
 def compilation(

@@ -167,24 +167,45 @@ def _blocks(i, seq_q, seq_k, blocks, N: gl.constexpr, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def _mask(s, i, j, seq_q, seq_k, N: gl.constexpr, CAUSAL: gl.constexpr):
-    """Scores [64, N] of the queries from i on and the keys from j on, -inf where the key is hidden."""
-    o_j = gl.arange(0, N, layout=gl.SliceLayout(0, s.type.layout))[None, :]
+    """Scores [64, N] of the queries from i on and the keys from j on, -inf where the key is hidden.
+
+    Column 8 a + 2 b + c is held by the b-th of the four threads of its row. So a thread compares constants with a
+    number of its own; with all columns' numbers it would hold a register for each of them, in all blocks.
+    """
+    parts = s.reshape([ROWS, N // 8, 4, 2])
+    LAYOUT: gl.constexpr = parts.type.layout
+    o_a = gl.arange(0, N // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))
+    o_b = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT))))
+    o_c = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))))
+    o_j = 8 * o_a[None, :, None, None] + o_c[None, None, None, :]
     if CAUSAL:
-        o_i = gl.arange(0, ROWS, layout=gl.SliceLayout(1, s.type.layout))
+        o_i = gl.arange(0, ROWS, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))
         last = gl.minimum(i + seq_k - seq_q + o_i, seq_k - 1) - j
-        return gl.where(o_j <= last[:, None], s, -float("inf"))
+        visible = o_j <= last[:, None, None, None] - 2 * o_b[None, None, :, None]
     else:
-        return gl.where(o_j < seq_k - j, s, -float("inf"))
+        visible = o_j < seq_k - j - 2 * o_b[None, None, :, None]
+    masked = gl.where(visible, parts, -float("inf")).reshape([ROWS, N])
+    return gl.convert_layout(masked, s.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def _sums(p):
+    """Sums of the rows of P [64, N] over the columns that a thread holds, [64, 4]: four threads share a row.
+
+    They are added up at the tile's end alone. In each block the shuffles would take 3 % of the time.
+    """
+    return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
 def _softmax(s, m, l, scale_log2):
-    """P, the new maximum and sum of its rows, and what the old sum and O are to be scaled by."""
+    """P, the new maxima of its rows and sums l as of _sums, and what the old sums and O are to be scaled by."""
     m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
     shift = gl.where(m_new == -float("inf"), 0.0, m_new)  # a row that sees no key
     p = gl.exp2(s * scale_log2 - shift[:, None])
     alpha = gl.exp2(m - shift)
-    return p, m_new, l * alpha + gl.sum(p, 1), alpha
+    of_sums = gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))
+    return p, m_new, l * of_sums[:, None] + _sums(p), alpha
 
 
 @gluon.jit
@@ -254,6 +275,9 @@ def _walk(
 ):  # fmt: skip
     """Key blocks 1 to own of a tile whose block 0 is the it-th of this program: S of each, PV of the one before."""
     _q_slots, k_slots, v_slots, _q_full, _q_empty, full, empty = rings
+    # In Triton 3.6 giving a slot back costs the warps two barriers. With one slot to spare it is given back a block
+    # later, where one of the two is that of the wait for the next block, and none delays a product.
+    LATE: gl.constexpr = STAGES > 3
     numbers, threshold, _ = dropout
     of_queries = _of_queries(numbers, batch, head, i, shape, N, DROPOUT)
     acc0 = warpgroup_mma_init(gl.zeros([ROWS, D0], gl.float32, _accumulator_layout(D0)))
@@ -274,13 +298,18 @@ def _walk(
         p_next = _operand(_drop(b_p, of_queries, of_keys, threshold, DROPOUT), p.dtype, D0)
         # Also keeps the exponentials above the wait for PV, which they are to run under: the assembler moves them past
         # no loop, and this wait is one.
+        if LATE:
+            mbarrier.arrive(empty.index((it + j - 1) % STAGES), pred=j > 1)
         _await(full, it + j + 1, STAGES)
         acc0, acc1, p = _wait(0, acc0, acc1, p, D1)
-        mbarrier.arrive(empty.index(slot))
+        if not LATE:
+            mbarrier.arrive(empty.index(slot))
         acc0 = warpgroup_mma_init(_rescale(acc0, alpha, D0))
         if D1:
             acc1 = warpgroup_mma_init(_rescale(acc1, alpha, D1))
         p = p_next
+    if LATE:
+        mbarrier.arrive(empty.index((it + own - 1) % STAGES), pred=own > 1)
     return p, acc0, acc1, m, l
 
 
@@ -300,6 +329,7 @@ def _store(p_out, stride, acc, inverse, i, seq_q, COLUMNS: gl.constexpr):
 def _finish(out, logsumexp, acc0, acc1, m, l, keep_scale, batch, head, i, shape, D0: gl.constexpr, D1: gl.constexpr):
     """Writes O and the logsumexp of the rows i to i + 64."""
     heads, seq_q = shape[1], shape[2]
+    l = gl.convert_layout(gl.sum(l, 1), m.type.layout)
     o_i = i + gl.arange(0, ROWS, layout=m.type.layout)
     p_lse = logsumexp + (batch * heads + head).to(gl.int64) * seq_q
     gl.store(p_lse + o_i, natural_logsumexp(m, l), mask=o_i < seq_q)
@@ -342,7 +372,7 @@ def _consumer(
     LAYOUT: gl.constexpr = gl.SliceLayout(1, _accumulator_layout(N))
     count = _count(batches * heads * gl.cdiv(seq_q, M))
     none = gl.full([ROWS], -float("inf"), gl.float32, LAYOUT)
-    zero = gl.zeros([ROWS], gl.float32, LAYOUT)
+    zero = _sums(gl.zeros([ROWS, N], gl.float32, _accumulator_layout(N)))
 
     it = 0
     batch, head, i, blocks = _tile(0, shape, M, N, CAUSAL)

@@ -56,10 +56,8 @@ class SpecialisedBackward(NamedTuple):
     """Rows of a key tile."""
     warps: int
     """Warps that compute; four more load, add up dQ, or idle."""
-    q_stages: int
-    """Tiles of Q in shared memory, and of the statistics."""
-    do_stages: int
-    """Tiles of dO in shared memory."""
+    stages: int
+    """Tiles of dO in shared memory; of Q and of the statistics there are two more."""
     resident: int
     """Programs on a multiprocessor at a time, which share its registers."""
     fused: bool

@@ -47,9 +47,12 @@ def test_tuned_tiles_of_hopper_spill_no_registers_and_keep_the_tensor_cores_busy
     for row in tuned + specialised + others + baselines + fused:
         assert not row["serialised"], row
         # flash1's tiles are fastest where some are spilled; a few words of GELU's epilogue, which runs beside products;
-        # and from tile to tile, outside of the loop, what the forward with blocks of 128 keys knows of the next tile
+        # from tile to tile, outside of the loop, what the forward with blocks of 128 keys knows of the next tile; and
+        # outside of the inner loop what the backward of heads of 128 knows of its place
         pass_, head_dim, *_, config = row.get("specialised", ("", 0, ()))
-        few = 32 if "fused" in row else 288 if pass_ == "forward" and config[0] == 128 and head_dim > 80 else 0
+        few = 32 if "fused" in row else 0
+        if head_dim > 80 and (pass_ == "backward" or config[0] == 128):
+            few = 128
         allowed = math.inf if "flash1" in row.get("baseline", "") else few
         assert row["spilled"] <= allowed, row
 
