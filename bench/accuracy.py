@@ -4,8 +4,8 @@
 whole input, all of which must come out finite; compared are some (sequence, head) pairs, evenly spread: 64 where T is
 512, 2 where it is 16k or more. `exact` is fp64, computed for 1024 queries at a time so that 64k fits. Where a backward
 pass runs out of memory, out alone is compared. Beyond three times the error of torch's math attention in the same dtype
-a variant is wrong, and gets no timing; fused_softmax, which rounds scores, probabilities and the gradients of both to
-16 bits, beyond four times.
+a variant is wrong, and gets no timing; fused_softmax and pytorch, which round scores, probabilities and the gradients
+of both to 16 bits, beyond four times.
 
 B batch, T sequence length, H query heads, G key/value heads, D head size.
 """
@@ -24,7 +24,7 @@ from kernels.standard import standard_attention, visible
 from model.attention import Attention
 
 NAMES = "out", "dq", "dk", "dv"
-FACTOR, FACTORS = 3, {"fused_softmax": 4}  # times math attention's error, beyond which a variant is wrong
+FACTOR, FACTORS = 3, {"fused_softmax": 4, "pytorch": 4}  # times math attention's error, beyond which a variant is wrong
 CHUNK = 1024  # queries of the reference at a time
 
 

@@ -18,14 +18,16 @@ TITLES = {
 }
 LOOKS = {
     "naive": ("PyTorch, naive", "#9e9e9e"),
+    "pytorch": ("PyTorch, 16 bits", "#5f5f5f"),
     "fused_softmax": ("fused softmax", "#e377c2"),
-    "sdpa_efficient": ("SDPA memory-efficient", "#c5b0d5"),
+    "sdpa_efficient": ("SDPA memory-efficient (xformers)", "#c5b0d5"),
     "sdpa_flash": ("SDPA FlashAttention-2", "#1f77b4"),
     "fa2": ("FlashAttention-2", "#17becf"),
     "flex": ("FlexAttention", "#2ca02c"),
     "sdpa_cudnn": ("SDPA cuDNN", "#ff9f40"),
     "fa3": ("FlashAttention-3", "#8c564b"),
     "flash1": ("flash1 (ours)", "#9467bd"),
+    "triton": ("flash2, plain Triton (ours)", "#ff9896"),
     "flash2": ("flash2 (ours)", "#d62728"),
     "block_sparse": ("block_sparse (ours)", "#aec7e8"),
     "local": ("local (ours)", "#bcbd22"),

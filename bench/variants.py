@@ -27,7 +27,7 @@ from kernels.flash2 import flash2, flash2_packed
 from kernels.standard import standard_attention
 from model.attention import Attention, sdpa
 
-HEADS_FIRST = "naive", "fused_softmax", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flex"
+HEADS_FIRST = "naive", "pytorch", "fused_softmax", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flex"
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from kernels.flash2 import launch
 from kernels.flash2.options import Options
 from kernels.flash2.tiles import Tile, Tiles
 
-TITLE = "The tile sizes of flash2's forward kernel"
+TITLE = "The tile sizes of flash2's plain Triton forward kernel"
 SIZES = {"full": (16, 32, 64, 128, 256), "smoke": (16, 32)}
 SHAPES = {
     "full": Cell("blocks", batch=4, seq_len=4096, heads=32, head_dim=64),
@@ -42,13 +42,19 @@ def measure(cell: dict, gpu: Gpu, config: PaperConfig) -> Iterator[dict]:
     truth = truth_of(shape, data)
     for size in SIZES[config.size]:
         tile = Tile(cell["B_r"], size, warps=4 if cell["B_r"] <= 64 else 8, stages=STAGES)
-        row = {"B_c": size, "warps": tile.warps, "stages": STAGES, "status": None, "message": None}
+        row = {"B_c": size, "warps": tile.warps, "stages": STAGES, "shape": told(shape)}
+        row |= {"status": None, "message": None}
         with recorded([row], gpu):
             try:
                 row |= measure_tile(tile, shape, data, truth, gpu, SAMPLES[config.size])
             except OutOfResources as error:
                 row.update(status="oom", message=str(error))
         yield row
+
+
+def told(shape: Cell) -> str:
+    """A shape in words."""
+    return f"{shape.batch} x {shape.heads} heads of {shape.head_dim}, {shape.seq_len:,} tokens"
 
 
 def measure_tile(tile: Tile, shape: Cell, data: Data, truth: Truth, gpu: Gpu, samples: int) -> dict:
@@ -116,11 +122,13 @@ def markdown(rows: list[dict]) -> str:
         "shared bytes a block",
         "blocks an SM",
     )
+    shape = next((f"{row['shape']}, " for row in rows if row.get("shape")), "")
     return (
-        f"{table(header, lines, left=0)}\n\nThe plain Triton kernel of kernels/flash2, forward, causal, bf16, "
-        f"{STAGES} stages of loads; each tile was first held to the fp64 reference. Blocks an SM are those that a "
-        "multiprocessor holds at once, by the driver's occupancy calculation. A tile does not fit where it needs more "
-        "shared memory than a block can have. A dash is what an interpreted kernel does not have."
+        f"{table(header, lines, left=0)}\n\nThe plain Triton kernel of kernels/flash2, which Hopper has another for, "
+        f"forward, causal, {shape}bf16, {STAGES} stages of loads; each tile was first held to the fp64 reference. "
+        "Blocks an SM are those that a multiprocessor holds at once, by the driver's occupancy calculation. A tile "
+        "does not fit where it needs more shared memory than a block can have. A dash is what an interpreted kernel "
+        "does not have."
     )
 
 
@@ -140,7 +148,7 @@ def pictures(rows: list[dict], where: str) -> dict[str, Figure]:
             axes.text(j, i, tile_text(of_tile.get((m, n))), **text)
     axes.set_xticks(range(len(widths)), widths)
     axes.set_yticks(range(len(heights)), heights)
-    axes.set(xlabel="B_c, keys of a tile", ylabel="B_r, queries of a tile", title=f"flash2 forward, {where}")
+    axes.set(xlabel="B_c, keys of a tile", ylabel="B_r, queries of a tile", title=f"flash2, plain Triton, {where}")
     return {"": figure}
 
 

@@ -241,6 +241,7 @@ def markdown(rows: list[dict]) -> str:
     m = next((f"M = {row['sram_bytes'] / 1024:.0f} KiB" for row in counted), "")
     return (
         f"{table(header, lines, left=2)}\n\nGB are 10^9 bytes; heads of {HEAD_DIM} in bf16, no mask{sparse(counted)}. "
+        "`naive` is kernels/standard.py, not compiled: an operation a kernel, S and dP in fp32. "
         f"The paper's formulas are those of standard attention and of FlashAttention with {m} of shared memory; loads "
         "and stores are those of the kernels at their tiles, as if no cache were between; read and written is what the "
         f"counters of HBM say, caches included{unmeasured}. bench/paper/io.py derives them."
@@ -261,7 +262,7 @@ def gigabytes(count: int | None) -> str:
 
 
 def pictures(rows: list[dict], where: str) -> dict[str, Figure]:
-    """Bytes of the first shape by each count as bars, time as dots."""
+    """Bytes at the shortest length by each count as bars, time as dots."""
     counted = [row for row in rows if "paper_bytes" in row]
     first = [row for row in counted if row["seq_len"] == min(r["seq_len"] for r in counted)]
     figure = Figure(figsize=(10, 3.8), layout="constrained")
@@ -270,8 +271,10 @@ def pictures(rows: list[dict], where: str) -> dict[str, Figure]:
         for i, (text, keys) in enumerate(BARS.items()):
             heights = [sum(row[key] or 0 for key in keys) / 1e9 for row in shown]
             axes.bar([j + (i - 1) * 0.27 for j in range(len(shown))], heights, 0.27, label=text)
-        axes.set_xticks(range(len(shown)), [row["variant"] for row in shown], rotation=20)
-        axes.set(ylabel="GB", title=f"{pass_}, {where}")
+        names = [f"{row['variant']}{' (causal)' if row['variant'] in SPARSE else ''}" for row in shown]
+        axes.set_xticks(range(len(shown)), names, rotation=30, ha="right")
+        length = f"{shown[0]['seq_len']:,} tokens, " if shown else ""
+        axes.set(ylabel="GB", title=f"{pass_}, {length}{where}")
         times = axes.twinx()
         times.plot([row["ms"] or float("nan") for row in shown], "D", color="black", label="ms")
         times.set(ylabel="ms (diamonds)")

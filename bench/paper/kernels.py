@@ -15,9 +15,18 @@ from bench.paper.variants import attend, known
 from bench.timing import Gpu
 
 TITLE = "FlashAttention-2's figures 4 to 7: attention alone"
-VARIANTS = "naive", "fused_softmax", "flash1", "sdpa_flash", "flash2"
+VARIANTS = "naive", "pytorch", "fused_softmax", "flash1", "sdpa_flash", "triton", "flash2"
 ON_GPUS = "sdpa_efficient"  # xformers' kernel, as torch has it
 HEAD_DIMS, MASKS = (64, 128), (False, True)
+STANDS_FOR = {
+    "naive": "PyTorch, naive is kernels/standard.py, not compiled: an operation a kernel, S and dP in fp32",
+    "pytorch": "PyTorch, 16 bits is the papers' PyTorch, where all is in 16 bits",
+    "sdpa_efficient": "SDPA memory-efficient is xformers' kernel, as torch has it",
+    "flash1": "flash1 stands for FlashAttention: a program for each head of each sequence, so that where these are few "
+    "most of a large GPU is idle",
+    "triton": "flash2, plain Triton stands for FlashAttention Triton",
+    "sdpa_flash": "SDPA FlashAttention-2 is the authors' kernel, as torch has it",
+}
 SMOKE_LENGTHS = 32, 64
 ROUNDS = {"full": 10, "smoke": 1}
 
@@ -56,7 +65,8 @@ def markdown(rows: list[dict]) -> str:
     header = ["mask", "head size", "sequence", "batch x heads", *(LOOKS[name][0] for name in variants)]
     return (
         f"{table(header, lines)}\n\nTFLOP/s of forward / backward / both in bf16, by the papers' count: 4 B H T^2 D "
-        "forward, 2.5 times that backward, halved where causal. Each was first held to the fp64 reference."
+        "forward, 2.5 times that backward, halved where causal. Each was first held to the fp64 reference. "
+        f"{'; '.join(text for name, text in STANDS_FOR.items() if name in variants)}."
     )
 
 

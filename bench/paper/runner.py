@@ -65,8 +65,10 @@ def run(config: PaperConfig) -> None:
                 replace(results[name]["rows"], cell, rows)
                 write(folder / f"paper-{name}.json", results[name])
                 seconds = time.monotonic() - started
-                say(f"{name}: {text_of(cell)}: {outcome(rows)} ({seconds:.0f} s)")
                 progress.advance(task)
+                left = progress.tasks[task].time_remaining  # a log has no bar that tells it
+                ahead = f", some {left / 60:.0f} min left" if left else ""
+                say(f"{name}: {text_of(cell)}: {outcome(rows)} ({seconds:.0f} s{ahead})")
             publish(name, results[name], folder)
             say(f"{name}: written to {folder / f'paper-{name}'}.*")
     if failed := sum(row["status"] == "failed" for name in names for row in results[name]["rows"]):

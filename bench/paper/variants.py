@@ -1,9 +1,10 @@
-"""The attentions of the tables by name: those of bench.attention, and those that a model can be trained with."""
+"""The attentions of the tables by name: those of bench.attention, baselines.py, and what a model is trained with."""
 
 from omegaconf import OmegaConf
 
 from bench.accuracy import check, truth_of
 from bench.cells import Cell
+from bench.paper.baselines import BASELINES
 from bench.paper.config import PaperConfig
 from bench.results_file import ROOT
 from bench.timing import Gpu
@@ -13,8 +14,8 @@ from model.attention import VARIANTS, Attention, AttentionConfig, build_attentio
 
 
 def known(config: PaperConfig) -> dict[str, Attention]:
-    """What this machine has from elsewhere, and of ours what is not in it."""
-    return available(config.fa3_library)
+    """What this machine has from elsewhere, the papers' own baselines, and of ours what is not among them."""
+    return {**available(config.fa3_library), **BASELINES}
 
 
 def attend(variant: str, config: PaperConfig) -> Attention:
