@@ -57,7 +57,8 @@ SPECIALISED_CANDIDATES = {
     ],
 }
 SPECIALISED_HEAD_DIMS = 64, 80, 96, 128
-MAX_SPILLS, SPILLS = 4, {"forward specialised": 16}  # registers: what Triton 3.6 spills outside of loops
+MAX_SPILLS = 4  # registers
+SPILLS = {"forward specialised": 16, "backward specialised": 16}  # what Triton 3.6 spills outside of inner loops
 GAIN = 1.03  # over the plain kernels, for which the specialised ones are used
 MASKS = "causal", "full", "dropout"
 Job = tuple[str, int, str, tuple]  # kernel, head_dim, mask, tile

@@ -51,8 +51,8 @@ def test_tuned_tiles_of_hopper_spill_no_registers_and_keep_the_tensor_cores_busy
         # outside of the inner loop what the backward of heads of 128 knows of its place
         pass_, head_dim, *_, config = row.get("specialised", ("", 0, ()))
         few = 32 if "fused" in row else 0
-        if head_dim > 80 and (pass_ == "backward" or config[0] == 128):
-            few = 128
+        if (pass_ == "forward" and head_dim > 80 and config[0] == 128) or (pass_ == "backward" and head_dim == 128):
+            few = 160
         allowed = math.inf if "flash1" in row.get("baseline", "") else few
         assert row["spilled"] <= allowed, row
 

@@ -300,6 +300,16 @@ def test_tuned_tiles_are_attention(head_dim, deterministic, dropout_p):
             assert (got.double() - want).norm() < 1e-2 * want.norm()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradients_over_many_tiles_are_attentions(head_dim, causal):
+    """Programs walk over more tiles than their rings have slots, of a length that nothing divides."""
+    case = Case(2, seq_q=2001, seq_k=2001, heads=16, kv_heads=8, head_dim=head_dim, causal=causal, dtype=BF16)
+    inputs = draw(case, "cuda")
+    assert_as_accurate(case, outcome(lambda q, k, v: flash2(q, k, v, causal=causal), *inputs), inputs)
+
+
 def test_return_lse_and_masks_through_the_operator():
     """gradcheck of both outputs, apart and packed, and of a loss that uses the logsumexp alone."""
     qkv = torch.randn(1, 9, 3, 2, 16, dtype=torch.float64, requires_grad=True)
