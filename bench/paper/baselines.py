@@ -29,9 +29,9 @@ def pytorch(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> T
 class _PlainTriton(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, causal, scale):
-        out, logsumexp = launch.forward(q, k, v, *Options(causal=causal, scale=scale), tiles=plain_tiles(q, causal))
-        ctx.save_for_backward(q, k, v, out, logsumexp)
         ctx.options = Options(causal=causal, scale=scale)
+        out, logsumexp = launch.forward(q, k, v, *ctx.options, tiles=plain_tiles(q, causal))
+        ctx.save_for_backward(q, k, v, out, logsumexp)
         return out
 
     @staticmethod

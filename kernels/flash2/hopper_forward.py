@@ -296,10 +296,10 @@ def _walk(
             s = _mask(s, i, j * N, shape[2], shape[3], N, CAUSAL)
         b_p, m, l, alpha = _softmax(s, m, l, scale_log2)
         p_next = _operand(_drop(b_p, of_queries, of_keys, threshold, DROPOUT), p.dtype, D0)
-        # Also keeps the exponentials above the wait for PV, which they are to run under: the assembler moves them past
-        # no loop, and this wait is one.
         if LATE:
             mbarrier.arrive(empty.index((it + j - 1) % STAGES), pred=j > 1)
+        # Also keeps the exponentials above the wait for PV, which they are to run under: the assembler moves them past
+        # no loop, and this wait is one.
         _await(full, it + j + 1, STAGES)
         acc0, acc1, p = _wait(0, acc0, acc1, p, D1)
         if not LATE:
