@@ -70,6 +70,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int, writes: bool = True):
         self.folder, self.keep, self.writes = folder, keep, writes
+        self._best: int | None = None  # the step that this run's best.pt is of
 
     @contextmanager
     def saving(self, tell: Callable[[str], None]) -> Iterator[None]:
@@ -107,7 +108,8 @@ class Checkpoints:
     def save(self, step: int, state: State) -> Path:
         """Writes the state after `step` steps, then deletes all older ones but the newest `keep` - 1.
 
-        What a killed run has left of a file goes too.
+        A state that was just saved as the best one is not written again: the file gets a second name. What a killed run
+        has left of a file goes too.
 
         Raises:
             CheckpointError: the disk refused it; all earlier ones are as they were.
@@ -115,7 +117,8 @@ class Checkpoints:
         path = self.path_of(step)
         if not self.writes:
             return path
-        self._write(path, state)
+        if step != self._best or not _link(self.folder / "best.pt", path):
+            self._write(path, state)
         self.prune(step)
         return path
 
@@ -132,6 +135,7 @@ class Checkpoints:
         path = self.folder / "best.pt"
         if self.writes:
             self._write(path, state)
+            self._best = state["step"]
             (self.folder / "best").unlink(missing_ok=True)  # of a run whose weights were split
         return path
 
@@ -172,6 +176,20 @@ def write_file(path: Path, state: State) -> None:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
         raise
+
+
+def _link(source: Path, path: Path) -> bool:
+    """Gives a file another name, atomically; not on a disk that knows no links, or takes none."""
+    partial = path.with_suffix(".partial")
+    try:
+        if not (path.exists() and path.samefile(source)):
+            partial.unlink(missing_ok=True)
+            os.link(source, partial)
+            os.replace(partial, path)
+            sync_folder(path.parent)
+    except OSError:
+        return False
+    return True
 
 
 def sync_folder(folder: Path) -> None:

@@ -136,7 +136,7 @@ def assert_saving_fails_and_changes_nothing(checkpoints: Checkpoints, reason: st
 def test_a_failure_leaves_the_earlier_files_as_they_were(tmp_path, monkeypatch, step):
     checkpoints = Checkpoints(tmp_path, keep=1)
     checkpoints.save(1, small(1))
-    checkpoints.save_best(small(1))
+    checkpoints.save_best(small(0))
     with monkeypatch.context() as patch:
         patch.setattr(os, step, fail)
         assert_saving_fails_and_changes_nothing(checkpoints, "no space", small(9))
@@ -148,7 +148,7 @@ def test_a_failure_leaves_the_earlier_files_as_they_were(tmp_path, monkeypatch, 
 def test_a_disk_that_fills_up_leaves_the_earlier_files_as_they_were(tmp_path, missing):
     checkpoints = Checkpoints(tmp_path, keep=1)
     checkpoints.save(1, small(1))
-    size = checkpoints.save_best(small(1)).stat().st_size  # the least: torch's archives repeat their names
+    size = checkpoints.save_best(small(0)).stat().st_size  # the least: torch's archives repeat their names
     room = {"all": 0, "most": size // 3, "the seal": size - SEAL_SIZE, "a byte": size - 1}[missing]
     with largest_file(room):
         assert_saving_fails_and_changes_nothing(checkpoints, "File too large", small(9))
@@ -190,6 +190,21 @@ def test_the_newest_stay_and_the_best_besides(tmp_path):
     assert load(checkpoints.folder / "best.pt")["step"] == 10
     checkpoints.save_best(small(1000))
     assert load(checkpoints.folder / "best.pt")["step"] == 1000
+
+
+def test_the_best_that_is_the_newest_too_is_written_once(tmp_path, monkeypatch):
+    """And where the disk knows no second names, twice; what is written later touches neither."""
+    checkpoints = Checkpoints(tmp_path, keep=3)
+    best = checkpoints.save_best(small(5))
+    for _ in range(2):
+        assert checkpoints.save(5, small(5)).samefile(best)
+    monkeypatch.setattr(os, "link", fail)
+    checkpoints.save_best(small(6))
+    sixth = checkpoints.save(6, small(6))
+    checkpoints.save(7, small(7))
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["best.pt", *(f"step-0000000{step}.pt" for step in (5, 6, 7))]
+    assert not sixth.samefile(best) and [load(path)["step"] for path in (best, sixth)] == [6, 6]
 
 
 def test_folders_go_as_files_do_and_the_one_that_best_links_to_stays(tmp_path):
