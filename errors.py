@@ -26,6 +26,11 @@ def first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
+def two_sentences(error: BaseException) -> str:
+    """The first two of what an error says: where the GPU's memory ran out torch goes on at length."""
+    return ". ".join(first_line(error).split(". ")[:2]).rstrip(".")
+
+
 def described(error: BaseException) -> str:
     """The kind of an error and the first line of what it says."""
     return f"{type(error).__name__}: {first_line(error)}"

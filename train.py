@@ -16,7 +16,7 @@ from conf.schema import Config
 from data.loader import IGNORED, DataError, document_options, validation_batches
 from data.tokenizers import end_of_text, get_tokenizer
 from data.tokens import TokenSet, open_tokens
-from errors import UserError
+from errors import UserError, two_sentences
 from model.attention import check_attention
 from model.generate import generate
 from model.gpt2 import GPT2, ModelConfig
@@ -139,23 +139,16 @@ def guarded(run: Run) -> Path:
     """The checkpoint that the loop ends with, if the data hold and the memory suffices.
 
     Raises:
-        UserError: they do not; it names the remedy, and what a process that is alone has saved or found out.
+        UserError: they do not; it names the remedy, and what was saved or, by a process that is alone, found out.
     """
-    world, state, settings = run.compute.world, run.state, run.config.train
+    compute, state, settings = run.compute, run.state, run.config.train
     try:
         return loop(run)
     except DataError as error:
-        saved = f" The state is saved in {save(run)}." if world.size == 1 else ""
-        raise UserError(f"{error}{saved}") from error
+        raise UserError(f"{error} The state is saved in {save(run)}.") from error
     except torch.OutOfMemoryError as error:
-        told = ". ".join(str(error).split(". ")[:2])  # not the error, whose traceback holds what fills the memory
-    if world.size > 1:
-        raise UserError(
-            f"process {world.rank} of {world.size} is out of memory ({told}); lower train.batch_size, or set "
-            "train.activation_checkpointing=full or parallel=fsdp"
-        )
-    sizes = settings.batch_size, settings.micro_steps
-    raise UserError(out_of_memory(told, state.model, state.optimizer, run.compute, *sizes))
+        told = two_sentences(error)  # not the error, whose traceback holds what fills the memory
+    raise UserError(out_of_memory(told, state.model, state.optimizer, compute, settings))
 
 
 def loop(run: Run) -> Path:
@@ -244,7 +237,7 @@ def train_step(model: nn.Module, state: TrainState, config: Config, compute: Com
     loss_sum = torch.zeros((), device=compute.device)
     model.train()
     asked = time.perf_counter()
-    batches = state.loader.next_batches(micro_steps)
+    batches = state.loader.next_batches(micro_steps, compute.world.agreed)
     data_wait = time.perf_counter() - asked
     for i, (inputs, targets) in enumerate(batches):
         options = document_options(inputs, end_of_text(config.data.tokenizer), config.data.document_mask)
@@ -276,7 +269,8 @@ def evaluate(
         ranks=compute.world.size,
     )
     total, count = torch.zeros(2, dtype=torch.float64, device=compute.device)
-    for inputs, targets in batches:
+    while batch := compute.world.agreed(lambda: next(batches, None)):
+        inputs, targets = batch
         options = document_options(inputs, end_of_text(config.data.tokenizer), config.data.document_mask)
         counted = (targets != IGNORED).sum()
         with compute.autocast():
@@ -411,7 +405,7 @@ def judge(run: Run, step: int, loss: float, norm: float) -> None:
             f"lower optimizer.lr, or check the data: {look}"
         )
     if spike is not None:
-        run.log.message(f"{told}, {spike:.0f} times the usual; {look}")
+        run.log.message(f"{told}, {spike:.3g} times the usual; {look}")
     if broken:
         state.skipped += 1
         run.log.message(f"{told}; the weights did not take it, as train.on_nan=skip ({state.skipped} so far); {look}")

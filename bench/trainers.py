@@ -141,7 +141,7 @@ class Tokens:
     def __init__(self, context_length: int, device: str):
         self.batch, self.context_length, self.device = 1, context_length, device
 
-    def next_batches(self, count: int) -> list[tuple[Tensor, Tensor]]:
+    def next_batches(self, count: int, agreed: Callable) -> list[tuple[Tensor, Tensor]]:
         return [tokens(self.batch, self.context_length, self.device)] * count
 
     def state_dict(self) -> dict:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode
@@ -28,7 +29,7 @@ from omegaconf.errors import (
 )
 
 from conf import schema
-from errors import UserError, first_line, interrupted, refuse
+from errors import UserError, first_line, interrupted, refuse, two_sentences
 from trainer.distributed import is_of_submitit, started
 
 PATIENCE_S = 3  # in which torchrun ends the other processes when one has ended
@@ -121,9 +122,14 @@ def sentence_of(error: Exception) -> str | None:
         return str(error)
     if isinstance(error, OSError) and error.errno in REFUSALS_OF_THE_DISK:
         return f"{error.filename or 'the disk'}: {error.strerror}; {REFUSALS_OF_THE_DISK[error.errno]}"
-    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)):
+    on_gpu = isinstance(error, torch.OutOfMemoryError)
+    if (
+        on_gpu
+        or isinstance(error, MemoryError)
+        or (isinstance(error, RuntimeError) and "DefaultCPUAlloc" in str(error))
+    ):
         shorter = "lower train.batch_size or model.context_length, or choose a smaller model"
-        return f"this machine has not the memory ({first_line(error)}); {shorter}"
+        return f"{'the GPU' if on_gpu else 'this machine'} has not the memory ({two_sentences(error)}); {shorter}"
     return None
 
 

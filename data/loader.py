@@ -6,7 +6,7 @@ shifted by one. The windows of an epoch share no input.
 
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -101,11 +101,14 @@ class TrainLoader:
 
     __next__ = next_batch
 
-    def next_batches(self, count: int) -> list[tuple[Tensor, Tensor]]:
-        """The next `count` batches; where one of them fails, none is handed out."""
+    def next_batches(self, count: int, agreed: Callable = lambda act: act()) -> list[tuple[Tensor, Tensor]]:
+        """The next `count` batches; where one of them fails, none is handed out.
+
+        `agreed` calls what it is given, and raises the DataError of any of the processes that it does so in.
+        """
         position = self._position
         try:
-            return [self.next_batch() for _ in range(count)]
+            return agreed(lambda: [self.next_batch() for _ in range(count)])
         except DataError:
             self._seek(position)
             raise

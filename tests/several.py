@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from data.loader import TrainLoader
+from data.loader import DataError, TrainLoader
 from tests.e2e import at_call, largest_file, python_path, train
 from trainer import sharded
 
@@ -106,7 +106,24 @@ def killed(patch: pytest.MonkeyPatch) -> None:
         before_writing(patch, 4, write_and_die)
 
 
-FAULTS = {"terminated": terminated, "slow": slow, "full": full_disk, "stopped": full_disk, "killed": killed}
+def unreadable(patch: pytest.MonkeyPatch) -> None:
+    """The second process alone cannot read what it needs for step 5, of four micro-steps each."""
+
+    def refuse():
+        raise DataError("train.bin can no longer be read: put it back as it was.")
+
+    if os.environ["RANK"] == "1":
+        patch.setattr(TrainLoader, "next_batch", at_call(4 * 4 + 2, refuse, TrainLoader.next_batch))
+
+
+FAULTS = {
+    "unreadable": unreadable,
+    "terminated": terminated,
+    "slow": slow,
+    "full": full_disk,
+    "stopped": full_disk,
+    "killed": killed,
+}
 
 if __name__ == "__main__":
     for arguments in sys.argv[1:]:

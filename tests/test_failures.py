@@ -66,7 +66,7 @@ def test_full_disk_is_told_and_training_goes_on_where_that_is_asked_for(workplac
 
 
 def test_run_does_not_end_well_without_its_last_checkpoint(workplace, monkeypatch):
-    fill_disk_at(monkeypatch, "step-00000020.pt")
+    fill_disk_at(monkeypatch, "step-00000020.pt", "best.pt")
     outcome = train("run", *EACH_5, "checkpoint.on_error=continue")
     assert outcome.code == 2 and outcome.err.startswith("error: kept/step-00000020.pt could not be written")
 
@@ -95,17 +95,35 @@ def test_damaged_checkpoint_is_passed_over_by_the_run_that_resumes(workplace):
     assert load(newest)["step"] == 20
 
 
+CUDA_ERROR = "CUDA out of memory. Tried to allocate 9 GiB. GPU 0 has a total capacity of 8 GiB of which. See elsewhere."
+
+
 @pytest.mark.parametrize(
-    "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")]
+    ("method", "error", "begins"),
+    [
+        ("forward", MemoryError(), "this machine has not the memory (MemoryError); lower"),
+        (
+            "forward",
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
+            "this machine has not the memory (DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 b",
+        ),
+        (
+            "to",
+            torch.OutOfMemoryError(CUDA_ERROR),
+            "the GPU has not the memory (CUDA out of memory. Tried to allocate 9 GiB);",
+        ),
+    ],
 )
-def test_a_machine_without_the_memory_is_told_in_a_sentence(workplace, monkeypatch, error):
+def test_a_machine_without_the_memory_is_told_in_a_sentence(workplace, monkeypatch, method, error, begins):
+    """Of a step, of the host; of what comes before the steps, of the GPU too."""
+
     def refuse(*_, **__):
         raise error
 
-    monkeypatch.setattr(GPT2, "forward", refuse)
+    monkeypatch.setattr(GPT2, method, refuse)
     outcome = train("run")
     (sentence,) = outcome.err.splitlines()
-    assert outcome.code == 2 and sentence.startswith("error: this machine has not the memory (")
+    assert outcome.code == 2 and sentence.startswith(f"error: {begins}")
     assert sentence.endswith("lower train.batch_size or model.context_length, or choose a smaller model")
 
 

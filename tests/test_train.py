@@ -246,10 +246,10 @@ def test_validation_has_the_shape_of_a_micro_step(monkeypatch, processes):
 
     def batches(tokens, *, batch_size, **options):
         asked.append(batch_size)
-        return [torch.zeros(2, batch_size, 4, dtype=torch.int64)]
+        return iter([tuple(torch.zeros(2, batch_size, 4, dtype=torch.int64))])
 
     monkeypatch.setattr(train_module, "validation_batches", batches)
-    world = SimpleNamespace(size=processes, rank=0, sum=lambda x: x)
+    world = SimpleNamespace(size=processes, rank=0, sum=lambda x: x, agreed=lambda act: act())
     compute = SimpleNamespace(world=world, device=torch.device("cpu"), autocast=nullcontext)
     model = GPT2(shape, build_attention(config.attention))
     metrics = train_module.evaluate(model, shape, config, compute, SimpleNamespace(val=None, dir=Path()))

@@ -7,7 +7,7 @@ what only one may do, such as logging, the first does. Alone, a process pays for
 import atexit
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -70,6 +70,24 @@ class World:
         yield
         if self.is_first and self.parallel != "none":
             dist.barrier()
+
+    def agreed(self, act: Callable[[], T]) -> T:
+        """What `act` returns, which all processes call alike; a UserError of one is raised in all.
+
+        So they are all after the same step, and can save together what one alone could not.
+        """
+        if self.parallel == "none":
+            return act()
+        result, refusal = None, None
+        try:
+            result = act()
+        except UserError as error:
+            refusal = error
+        if self.sum(torch.tensor(0 if refusal is None else 1)):
+            refusals = [None] * self.size
+            dist.all_gather_object(refusals, refusal)
+            raise next(filter(None, refusals))
+        return result
 
     def is_stopped(self, stop: StopRequest) -> bool:
         """Whether any process was asked to stop; then all of them are, by the same signal and after the same step.

@@ -6,27 +6,34 @@ import torch
 from torch import nn
 
 from model.gpt2 import CHECKPOINTING
+from trainer.config import TrainConfig
 from trainer.meters import GIB
 from trainer.precision import Compute
 
 
 def out_of_memory(
-    told: str, model: nn.Module, optimizer: torch.optim.Optimizer, compute: Compute, batch_size: int, micro_steps: int
+    told: str, model: nn.Module, optimizer: torch.optim.Optimizer, compute: Compute, settings: TrainConfig
 ) -> str:
-    """A sentence on steps of `micro_steps` micro-batches that ran out of memory, of which torch said `told`.
+    """A sentence on steps that ran out of memory, of which torch said `told`.
 
-    Nobody may hold the activations of the step that failed: not its traceback either.
+    Nobody may hold the activations of the step that failed: not its traceback either. One of several processes tries
+    nothing, for which it would need the others.
     """
-    shape, device = model.config, compute.device
+    shape, device, world = model.config, compute.device, compute.world
     peak = f" at a peak of {torch.cuda.max_memory_allocated(device) / GIB:.1f} GiB" if device.type == "cuda" else ""
-    sizes = candidates(batch_size, micro_steps, shape.context_length, model.h[0].activation_checkpointing)
-    fitting = (settings for settings, *size in sizes if _fits(model, optimizer, compute, *size))
-    remedy = next(fitting, None)
-    return (
+    batch_size, micro_steps = settings.share(world.size)
+    what = (
         f"out of memory{peak} ({told}): a GPT-2 of {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters, "
-        f"train.batch_size={batch_size}, model.context_length={shape.context_length}; "
-        + (f"what fits is {remedy}" if remedy else "one short sequence does not fit either, so choose a smaller model")
+        f"train.batch_size={batch_size}, model.context_length={shape.context_length}"
     )
+    if world.size > 1:
+        other = "" if world.is_sharded else ", or parallel=fsdp"
+        less = f"lower train.batch_size, or set train.activation_checkpointing=full{other}"
+        return f"process {world.rank} of {world.size}: {what}; {less}"
+    sizes = candidates(batch_size, micro_steps, shape.context_length, model.h[0].activation_checkpointing)
+    remedy = next((settings for settings, *size in sizes if _fits(model, optimizer, compute, *size)), None)
+    tried = f"what fits is {remedy}" if remedy else "one short sequence does not fit either, so choose a smaller model"
+    return f"{what}; {tried}"
 
 
 def candidates(batch_size: int, micro_steps: int, context: int, own: str) -> Iterator[tuple[str, int, int, str]]:

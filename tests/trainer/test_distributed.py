@@ -58,6 +58,8 @@ def runs(tmp_path_factory) -> Path:
             f"slow {each_2}",
             f"full {each_2} checkpoint.on_error=continue",
             f"stopped {each_2}",
+            f"unreadable {GLOBAL} parallel=fsdp",
+            f"ddp_after_unreadable {GLOBAL} checkpoint.resume=unreadable/checkpoints/step-00000004",
         )
         train_on_two_nodes(
             2,
@@ -73,6 +75,7 @@ def runs(tmp_path_factory) -> Path:
     ("folder", "after"),
     [
         *(("ddp", 0), ("fsdp", 0), ("four", 0), ("fsdp_after_alone", 3), ("ddp_after_fsdp", 3)),
+        ("ddp_after_unreadable", 4),
         *(("fsdp_after_fsdp", 3), ("hsdp_after_fsdp", 3), ("alone_after_fsdp", 3)),
     ],
 )
@@ -81,13 +84,15 @@ def test_neither_the_number_of_processes_nor_the_way_they_share_the_work_changes
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_nor_do_they_on_gpus_joined_by_nccl(tmp_path, monkeypatch):
+@pytest.mark.parametrize("processes", [2, 4])
+def test_nor_do_they_on_gpus_joined_by_nccl(tmp_path, monkeypatch, processes):
+    if torch.cuda.device_count() < processes:
+        pytest.skip(f"needs {processes} CUDA devices")
     monkeypatch.chdir(tmp_path)
     write_tokens(tmp_path / "tokens")
     on_gpus = f"{GLOBAL} device=cuda precision=fp32 attention=flash2 train.compile=false"
     train("alone", *on_gpus.split()).ok()
-    train_together(2, f"ddp {on_gpus}", f"fsdp {on_gpus} parallel=fsdp")
+    train_together(processes, f"ddp {on_gpus}", f"fsdp {on_gpus} parallel=fsdp")
     for folder in ("ddp", "fsdp"):
         assert_same_curve(tmp_path / folder, tmp_path / "alone")
 
@@ -108,6 +113,13 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step(runs):
     path = find(runs / "terminated")
     (saved,) = [number for number, line in enumerate(lines) if line.startswith(f"saved {path}, in ")]
     assert code == "143" and saved < lines.index(f"SIGTERM after step 3; continue with checkpoint.resume={path}")
+
+
+def test_tokens_that_one_process_cannot_read_stop_all_and_no_step_is_lost(runs):
+    code, *lines = (runs / "unreadable" / "out.txt").read_text().splitlines()
+    saved = find(runs / "unreadable")
+    sentence = f"error: train.bin can no longer be read: put it back as it was. The state is saved in {saved}."
+    assert code == "2" and lines[-1] == sentence and saved.name == "step-00000004"
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(runs):
