@@ -42,6 +42,16 @@ def interrupted() -> NoReturn:
     sys.exit(130)
 
 
+def is_of_memory(error: BaseException) -> bool:
+    """Whether a machine's memory, or its GPU's, ran out. torch has a class for the GPU's alone."""
+    return isinstance(error, MemoryError) or is_of_gpu_memory(error) or "DefaultCPUAllocator" in str(error)
+
+
+def is_of_gpu_memory(error: BaseException) -> bool:
+    """By its name, as torch takes seconds to import."""
+    return type(error).__name__ == "OutOfMemoryError"
+
+
 @contextmanager
 def refusing() -> Iterator[None]:
     """Around what an entry point does: a UserError ends the program as it asks for, and Ctrl-C without a traceback."""

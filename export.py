@@ -18,7 +18,8 @@ def export(config: ExportConfig) -> None:
         raise UserError(f"to={folder} exists and is not an empty folder; give a new one")
     state = checkpoint.load(config.checkpoint)
     eot = end_of_text(state["tokenizer"])
-    save_pretrained(ModelConfig(**state["model_config"]), state["model"], folder, eot)
+    with checkpoint.of_this_version(state):
+        save_pretrained(ModelConfig(**state["model_config"]), state["model"], folder, eot)
     print(f"step {state['step']} of {config.checkpoint} is now a Hugging Face GPT-2 in {folder}")
 
 

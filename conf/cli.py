@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import hydra
-import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode
@@ -29,7 +28,7 @@ from omegaconf.errors import (
 )
 
 from conf import schema
-from errors import UserError, first_line, interrupted, refuse, two_sentences
+from errors import UserError, first_line, interrupted, is_of_gpu_memory, is_of_memory, refuse, two_sentences
 from trainer.distributed import is_of_submitit, started
 
 PATIENCE_S = 3  # in which torchrun ends the other processes when one has ended
@@ -122,14 +121,10 @@ def sentence_of(error: Exception) -> str | None:
         return str(error)
     if isinstance(error, OSError) and error.errno in REFUSALS_OF_THE_DISK:
         return f"{error.filename or 'the disk'}: {error.strerror}; {REFUSALS_OF_THE_DISK[error.errno]}"
-    on_gpu = isinstance(error, torch.OutOfMemoryError)
-    if (
-        on_gpu
-        or isinstance(error, MemoryError)
-        or (isinstance(error, RuntimeError) and "DefaultCPUAlloc" in str(error))
-    ):
+    if is_of_memory(error):
+        where = "the GPU" if is_of_gpu_memory(error) else "this machine"
         shorter = "lower train.batch_size or model.context_length, or choose a smaller model"
-        return f"{'the GPU' if on_gpu else 'this machine'} has not the memory ({two_sentences(error)}); {shorter}"
+        return f"{where} has not the memory ({two_sentences(error)}); {shorter}"
     return None
 
 
@@ -159,19 +154,23 @@ def to_typed(config: DictConfig) -> Any:
     """The dataclass that `config` is typed by.
 
     Raises:
-        UserError: a key that the dataclass lacks was added with `+`, or a value is refused.
+        UserError: a key that the dataclass lacks was added with `+`, a number is too long, or a value is refused.
     """
-    _refuse_added_keys(config)
+    _refuse_unusable(config)
     return OmegaConf.to_object(config)
 
 
-def _refuse_added_keys(node: DictConfig, prefix: str = "") -> None:
+def _refuse_unusable(node: DictConfig, prefix: str = "") -> None:
     known = [field.name for field in fields(OmegaConf.get_type(node))]
     for key in node:
         if key not in known:
             raise UserError(_no_setting(f"{prefix}{key}", known))
-        if not OmegaConf.is_missing(node, key) and is_dataclass(OmegaConf.get_type(node, key)):
-            _refuse_added_keys(node[key], f"{prefix}{key}.")
+        if OmegaConf.is_missing(node, key):
+            continue
+        if is_dataclass(OmegaConf.get_type(node, key)):
+            _refuse_unusable(node[key], f"{prefix}{key}.")
+        elif isinstance(node[key], int) and not -(2**63) <= node[key] < 2**63:
+            raise UserError(f"{prefix}{key}={node[key]} is more than 64 bits hold; give a smaller number")
 
 
 def is_sweep() -> bool:

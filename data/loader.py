@@ -139,6 +139,8 @@ class TrainLoader:
                     f"The checkpoint's batches were drawn with {key}={state[key]}, this run has {mine}: "
                     f"set {setting} as it was, or start afresh with checkpoint.resume off."
                 )
+        if not (isinstance(state["position"], int) and state["position"] >= 0):
+            raise ValueError(f"position={state['position']}")
         self._seek(state["position"])
 
     def _seek(self, position: int) -> None:

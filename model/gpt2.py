@@ -19,6 +19,8 @@ from model.attention import Attention, attend_packed
 from model.loss import cross_entropy
 
 PAD_VOCABULARY_TO = 64
+# Far beyond what trains, but refused at once where torch would overflow, or make layers for hours.
+LARGEST = {"n_layer": 10_000, "n_head": 2**20, "n_embd": 2**20, "context_length": 2**31, "vocab_size": 2**31}
 CHECKPOINTING = "none", "selective", "full"  # of activations
 # Attention's results, which activation checkpointing keeps: at long context they cost the most, and are small.
 KEPT = [
@@ -52,9 +54,10 @@ class ModelConfig:
     shape is taken too, but for context_length, which may be shorter, and dropout."""
 
     def __post_init__(self):
-        for key in ("n_layer", "n_head", "n_embd", "context_length"):
-            if getattr(self, key) < 1:
-                raise UserError(f"model.{key}={getattr(self, key)} must be at least 1")
+        for key, largest in LARGEST.items():
+            size = getattr(self, key)
+            if size is not None and not 1 <= size <= largest:
+                raise UserError(f"model.{key}={size} must be at least 1 and at most {largest}")
         if self.n_embd % self.n_head:
             raise UserError(f"model.n_embd={self.n_embd} does not divide into model.n_head={self.n_head} heads")
         if not 0 <= self.dropout < 1:

@@ -43,6 +43,7 @@ REFUSALS = {
         ["attention=flash2", "head sizes from 16", "attention=sdpa"],
     ),
     "width that does not divide": ("model.n_embd=33", ["model.n_embd=33", "model.n_head=2"]),
+    "a number of 20 digits": (f"train.max_steps={10**20}", [f"train.max_steps={10**20}", "64 bits"]),
     "no layers": ("model.n_layer=0", ["model.n_layer=0", "at least 1"]),
     "fp16 on a CPU": ("precision=fp16", ["precision=fp16", "precision=fp32"]),
     "unknown device": ("device=tpu", ["device=tpu", "auto, cpu, cuda"]),
@@ -108,7 +109,7 @@ def test_validation_tokens_that_fill_no_window_are_refused_before_training(workp
     """Not at the first evaluation, when the steps before it are lost; and before a model of that length is made."""
     before = files_below(workplace)
     tokens = np.fromfile("tokens/val.bin", dtype="<u2").size
-    for context in (tokens, 10**12):
+    for context in (tokens, 10**9):
         outcome = train("run", f"model.context_length={context}")
         split = "val" if context == tokens else "train"
         assert_refused(outcome, [f"{split}.bin holds", f"one window takes {context + 1}"], workplace, before)

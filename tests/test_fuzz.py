@@ -7,6 +7,7 @@ import json
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import fields, is_dataclass
+from functools import reduce
 from pathlib import Path
 
 import pytest
@@ -22,8 +23,10 @@ from data.loader import TrainLoader, validation_batches
 from data.prepare import prepare
 from data.tokens import open_tokens
 from errors import UserError
-from trainer.checkpoint import SEAL, load
+from tests.e2e import train
+from trainer.checkpoint import SEAL, load, write_file
 
+pytest_plugins = ["tests.e2e"]
 # The same examples every time; one temporary folder serves all those of a test.
 fuzz = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), max_examples=50)
 
@@ -52,7 +55,7 @@ NASTY = [
     "???",
     "'",
 ]
-NASTY += ["\x00", "a\nb", "1,2", "é", "~", "=", "a=b", "9" * 400, "../..", "range(3)", "-", "@", "\\", '"']
+NASTY += ["\x00", "a\nb", "1,2", "é", "~", "=", "a=b", "9" * 20, "9" * 400, "../..", "range(3)", "-", "@", "\\", '"']
 VALUES = st.one_of(st.sampled_from(NASTY), st.text(max_size=8), st.integers().map(str), st.floats().map(str))
 KEYS = st.one_of(st.sampled_from(keys()), st.from_regex(r"[a-z~+]{1,3}[a-z.@/]{0,8}", fullmatch=True))
 
@@ -122,6 +125,31 @@ def test_any_file_is_refused_as_a_checkpoint_in_one_sentence(tmp_path, content, 
     path = tmp_path / "step-00000001.pt"
     path.write_bytes(content + SEAL + hashlib.sha256(content).digest() if sealed else content)
     assert or_refused(load, tmp_path) is None
+
+
+def places(state: dict, depth: int = 2) -> list[tuple]:
+    """Where something lies in a state, down to that depth."""
+    inner = [(key, *place) for key in state if isinstance(state[key], dict) for place in places(state[key], depth - 1)]
+    return [(key,) for key in state] + inner if depth else []
+
+
+@given(data=st.data(), junk=st.sampled_from(["nothing", None, "x", -1, [], {}]))
+@settings(fuzz, max_examples=30)
+def test_a_checkpoint_of_another_form_is_continued_or_refused_in_one_sentence(trained, tmp_path_factory, data, junk):
+    """As another version might have written it: one thing is not there, or is something else."""
+    folder = tmp_path_factory.mktemp("other")
+    state = load(trained)
+    *outer, last = data.draw(st.sampled_from(places(state)))
+    inside = reduce(dict.__getitem__, outer, state)
+    if junk == "nothing":
+        del inside[last]
+    else:
+        inside[last] = junk
+    write_file(folder / "step-00000030.pt", state)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(trained.parent)
+        outcome = train(folder / "run", f"checkpoint.resume={folder}", "train.max_steps=31")
+    assert outcome.code == 0 or (outcome.code, len(outcome.err.splitlines())) == (2, 1)
 
 
 LINES = st.lists(st.one_of(st.text(max_size=9).map(lambda text: json.dumps({"text": text})), st.text(max_size=9)))

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from errors import UserError, first_line
+from errors import UserError, described, first_line, is_of_memory
 
 State = dict[str, Any]
 NAME = re.compile(r"step-(\d{8})(\.pt)?")
@@ -325,9 +325,9 @@ def find(source: str | Path) -> Path | None:
 def load(source: str | Path, key: str = "checkpoint", tell: Callable[[str], None] = print, whole: bool = True) -> State:
     """The state in a checkpoint or in the newest whole one of a folder, on the CPU.
 
-    `key` names the setting in messages, and `tell` is told which newer ones were passed over. Without `whole`, weights
-    and moments that lie in parts stay there, and the state has their "folder": load_state_dict of a TrainState reads of
-    them what its process is to hold.
+    Its "path" is added, for messages. `key` names the setting in them, and `tell` is told which newer ones were passed
+    over. Without `whole`, weights and moments that lie in parts stay there, and the state has their "folder":
+    load_state_dict of a TrainState reads of them what its process is to hold.
 
     Raises:
         UserError: there is none, or none that is whole.
@@ -341,7 +341,7 @@ def load(source: str | Path, key: str = "checkpoint", tell: Callable[[str], None
             continue
         if refused:
             tell(f"{'; '.join(map(str, refused))}; {path} is taken instead")
-        return state
+        return state | {"path": str(path)}
     if refused:
         raise UserError(f"{'; '.join(map(str, refused))}; give another with {key}=")
     raise UserError(f"{key}={source} is neither a checkpoint nor a folder of them; give a step-*.pt or its folder")
@@ -366,9 +366,27 @@ def _read_file(path: Path) -> State:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a foreign file raises anything from EOFError to UnpicklingError
         raise CheckpointError(f"{path} is no readable checkpoint ({first_line(error)})") from error
-    if not isinstance(state, dict) or not {"model", "model_config", "tokenizer", "step"} <= state.keys():
+    known = isinstance(state, dict) and {"model", "model_config", "tokenizer", "step"} <= state.keys()
+    if not known or not isinstance(state["step"], int):
         raise CheckpointError(f"{path} is not a checkpoint of this trainer")
     return state
+
+
+@contextmanager
+def of_this_version(state: State) -> Iterator[None]:
+    """Around what takes apart the state that `load` returned.
+
+    Raises:
+        CheckpointError: it lacks something, or has it in another form, as one of another version would.
+    """
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        if is_of_memory(error):
+            raise
+        raise CheckpointError(
+            f"{state['path']} is not of this version of the trainer ({described(error)}); use the one that wrote it"
+        ) from error
 
 
 def rng_state() -> State:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from errors import UserError
 from model.gpt2 import CHECKPOINTING
 
+LARGEST_BATCH = 2**20  # of sequences, which are drawn one by one
 LONGEST_TIMEOUT_S = 365 * 24 * 3600
 
 
@@ -54,6 +55,10 @@ class TrainConfig:
         for key in ("batch_size", "max_steps", "eval_interval", "eval_tokens", "log_interval", "timeout_s"):
             if getattr(self, key) < 1:
                 raise UserError(f"train.{key}={getattr(self, key)} must be at least 1")
+        if self.batch_size > LARGEST_BATCH:
+            raise UserError(
+                f"train.batch_size={self.batch_size} must be at most {LARGEST_BATCH}; raise the micro-steps"
+            )
         if self.timeout_s > LONGEST_TIMEOUT_S:
             raise UserError(f"train.timeout_s={self.timeout_s} must be at most {LONGEST_TIMEOUT_S}, a year")
         if not 0 <= self.seed < 2**32:

@@ -19,8 +19,9 @@ def load_model(source: str, attention: AttentionConfig, activation_checkpointing
     path = Path(source)
     if path.exists() and not (path / WEIGHTS).is_file():
         state = checkpoint.load(path)
-        model = GPT2(ModelConfig(**state["model_config"]), build_attention(attention), activation_checkpointing)
-        model.load_state_dict(state["model"])
+        with checkpoint.of_this_version(state):
+            model = GPT2(ModelConfig(**state["model_config"]), build_attention(attention), activation_checkpointing)
+            model.load_state_dict(state["model"])
         return model, state["tokenizer"]
     folder = find_pretrained(source, key="checkpoint")
     shape, known = read_config(folder), vocab_size("gpt2")

@@ -258,7 +258,7 @@ class WandbLogger(Logger):
         folder: str | os.PathLike[str],
         on_failure: Callable[[str], None] = print,
     ):
-        self._on_failure = on_failure
+        self._on_failure, self._folder = on_failure, Path(folder)
         self._run = None if config.mode == "disabled" else _start_wandb_run(config, run_config, Path(folder))
 
     def log(self, step: int, tokens: int, metrics: Metrics) -> None:
@@ -275,7 +275,10 @@ class WandbLogger(Logger):
             action(self._run)
         except Exception as error:
             self._run = None
-            self._on_failure(f"wandb failed and is off from here on; metrics.jsonl goes on ({described(error)})")
+            self._on_failure(
+                f"wandb failed and is off from here on; metrics.jsonl goes on ({described(error)}); what it has not "
+                f"sent, wandb sync {self._folder}/wandb/*run-* sends"
+            )
 
 
 # Left to itself wandb takes up to 90 s to start and any time at all to finish.

@@ -63,7 +63,7 @@ def load_resumed(config: "Config", folder: Path, world: World) -> State | None:
     state = checkpoint.load(source, key="checkpoint.resume", tell=tell, whole=not world.is_sharded)
     if state["step"] > config.train.max_steps:
         raise UserError(
-            f"checkpoint.resume={source} has {state['step']} steps behind it, more than train.max_steps="
+            f"checkpoint.resume={state['path']} has {state['step']} steps behind it, more than train.max_steps="
             f"{config.train.max_steps}; raise that, or resume from an earlier checkpoint"
         )
     return state
@@ -100,7 +100,7 @@ def build_model(config: "Config", compute: Compute, tokens: TokenSet, resumed: S
     for split in SPLITS:  # validation would come to it hours later
         check_length(getattr(tokens, split), shape.context_length, str(tokens.dir / f"{split}.bin"))
     if resumed:
-        check_resumable(resumed, shape, tokens.tokenizer, config.checkpoint.resume)
+        check_resumable(resumed, shape, tokens.tokenizer)
     documents = config.data.document_mask
     kind = {"head_dim": shape.head_dim, "dtype": compute.dtype, "dropout_p": shape.dropout, "documents": documents}
     check_attention(config.attention, device=compute.device, context_length=shape.context_length, **kind)

@@ -7,8 +7,10 @@ from torch import nn
 
 from data.loader import TrainLoader
 from errors import UserError
-from trainer.checkpoint import State, rng_state, set_rng_state
+from trainer.checkpoint import State, of_this_version, rng_state, set_rng_state
 from trainer.parallel import split_moments, split_weights
+
+SHAPE = ("context_length", "n_layer", "n_head", "n_embd", "vocab_size")  # what a run cannot change when it is continued
 
 
 @dataclass
@@ -56,7 +58,15 @@ class TrainState:
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Of a state whose tensors were left in their folder, reads those that this process is to hold."""
+        """Of a state whose tensors were left in their folder, reads those that this process is to hold.
+
+        Raises:
+            CheckpointError: it is not of this version of the trainer.
+        """
+        with of_this_version(state):
+            self._load(state)
+
+    def _load(self, state: State) -> None:
         if "folder" in state:
             from trainer.sharded import read_parts  # DCP takes seconds to import
 
@@ -69,30 +79,33 @@ class TrainState:
         if state["scaler"]:  # of a run in fp16
             self.scaler.load_state_dict(state["scaler"])
         self.loader.load_state_dict(state["loader"])
-        self.step, self.best_loss, self.skipped = state["step"], state["best_loss"], state["skipped"]
+        self.step, self.best_loss, self.skipped = state["step"], float(state["best_loss"]), int(state["skipped"])
         set_rng_state(state["rng"])
 
 
-def check_resumable(state: State, model_config: object, tokenizer: str, source: str) -> None:
+def check_resumable(state: State, model_config: object, tokenizer: str) -> None:
     """Refuses to continue a checkpoint with another model or tokenizer.
 
     Raises:
         UserError: naming the first setting that differs.
     """
+    source = state["path"]
     if state["tokenizer"] != tokenizer:
         raise UserError(
             f"checkpoint.resume={source} was trained on {state['tokenizer']} tokens, not on {tokenizer}; "
             f"choose data of the {state['tokenizer']} tokenizer"
         )
     saved, asked = state["model_config"], asdict(model_config)
-    for key in ("context_length", "n_layer", "n_head", "n_embd", "vocab_size"):
-        if saved[key] == asked[key]:
-            continue
-        if key == "context_length" and asked[key] > saved[key]:
-            raise UserError(
-                f"model.context_length={asked[key]} is longer than the {saved[key]} positions of "
-                f"checkpoint.resume={source}; set model.context_length={saved[key]}"
-            )
+    with of_this_version(state):
+        differing = next((key for key in SHAPE if saved[key] != asked[key]), None)
+        longer = differing == "context_length" and asked[differing] > saved[differing]
+    if longer:
         raise UserError(
-            f"model.{key}={asked[key]}, but checkpoint.resume={source} has {saved[key]}; set model.{key}={saved[key]}"
+            f"model.context_length={asked['context_length']} is longer than the {saved['context_length']} positions of "
+            f"checkpoint.resume={source}; set model.context_length={saved['context_length']}"
+        )
+    if differing:
+        raise UserError(
+            f"model.{differing}={asked[differing]}, but checkpoint.resume={source} has {saved[differing]}; set "
+            f"model.{differing}={saved[differing]}"
         )

@@ -137,6 +137,8 @@ def test_an_unknown_key_or_a_wrong_type_is_refused(override):
         ("train.seed=-1", "train.seed=-1 must be at least 0"),
         ("train.timeout_s=1000000000000000", "train.timeout_s=1000000000000000 must be at most"),
         ("train.seed=99999999999", "train.seed=99999999999 must be at least 0 and below 2"),
+        ("model.n_layer=99999", "model.n_layer=99999 must be at least 1 and at most 10000"),
+        ("train.batch_size=1000000000000", "train.batch_size=1000000000000 must be at most"),
         ("checkpoint.keep=0", "checkpoint.keep=0 must be at least 1"),
         ("wandb.mode=on", "wandb.mode"),
     ],

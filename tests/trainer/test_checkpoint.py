@@ -106,15 +106,15 @@ def test_a_resumed_run_has_the_same_state_and_continues_to_the_bit(tmp_path):
     ],
 )
 def test_a_run_of_another_shape_is_not_continued(change, sentence):
-    state = small(model_config=vars(SHAPE))
-    check_resumable(state, replace(SHAPE, dropout=0.0), "byte", "this")
+    state = small(model_config=vars(SHAPE), path="this")
+    check_resumable(state, replace(SHAPE, dropout=0.0), "byte")
     with pytest.raises(UserError, match=sentence):
-        check_resumable(state, replace(SHAPE, **change), "byte", "this")
+        check_resumable(state, replace(SHAPE, **change), "byte")
 
 
 def test_a_run_on_other_tokens_is_not_continued():
     with pytest.raises(UserError, match="trained on byte tokens, not on gpt2"):
-        check_resumable(small(model_config=vars(SHAPE)), SHAPE, "gpt2", "this")
+        check_resumable(small(model_config=vars(SHAPE), path="this"), SHAPE, "gpt2")
 
 
 def fail(*args):

@@ -351,7 +351,8 @@ def test_a_wandb_that_breaks_is_announced_once_and_left_alone(tmp_path, monkeypa
             loggers.log(step, step, {"train/loss": 1.0})
     assert broken.calls == 1
     assert [line for line in printed(console) if "wandb" in line] == [
-        "wandb failed and is off from here on; metrics.jsonl goes on (ConnectionResetError: gone)"
+        "wandb failed and is off from here on; metrics.jsonl goes on (ConnectionResetError: gone); what it has not "
+        f"sent, wandb sync {tmp_path}/wandb/*run-* sends"
     ]
     assert len(rows(tmp_path / "metrics.jsonl")) == 3
 
