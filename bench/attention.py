@@ -32,7 +32,26 @@ from model.attention import Attention
 def measure(
     cell: Cell, variants: dict[str, Attention], gpu: Gpu, rounds: int, seen: Tensor | None = None
 ) -> list[dict]:
-    """The rows of one cell: every variant, every pass. `seen` tells which keys variants see that leave some out."""
+    """The rows of one cell: every variant, every pass. `seen` tells which keys variants see that leave some out.
+
+    All are measured in turn, and hold their memory meanwhile; what finds none beside the others is measured again by
+    itself, and its row is `alone`.
+    """
+    rows = measure_together(cell, variants, gpu, rounds, seen)
+    for variant in variants if len(variants) > 1 else ():
+        crowded = {row["pass"]: row for row in rows if row["variant"] == variant and row["status"] == "oom"}
+        if crowded:
+            gpu.release()
+            for row in measure_together(cell, {variant: variants[variant]}, gpu, rounds, seen):
+                if row["pass"] in crowded:
+                    crowded[row["pass"]].update(row, alone=True)
+    return rows
+
+
+def measure_together(
+    cell: Cell, variants: dict[str, Attention], gpu: Gpu, rounds: int, seen: Tensor | None
+) -> list[dict]:
+    """The rows of variants that are in memory at the same time."""
     rows = {variant: {pass_: empty_row(cell, variant, pass_) for pass_ in PASSES} for variant in variants}
     contenders = []
     with recorded([row for of_variant in rows.values() for row in of_variant.values()], gpu):

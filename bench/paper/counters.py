@@ -6,6 +6,7 @@ Caches and clocks are left as a run finds them, so that what the second level ca
 import csv
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -40,7 +41,7 @@ def hbm_bytes(shapes: dict[str, Cell], passes: Sequence[str], seconds: int) -> B
         raise NotMeasured("ncu not found")
     calls = list(product(shapes, passes))
     given = [(asdict(shapes[variant]), variant, pass_) for variant, pass_ in calls]
-    profiled = [sys.executable, "-m", "bench.paper.counters", json.dumps(given)]
+    profiled = [sys.executable, "-m", "bench.paper.counters", json.dumps(given), str(seconds)]
     command = ["ncu", *SETTINGS, "--metrics", ",".join(METRICS), *profiled]
     try:
         ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds)
@@ -88,6 +89,7 @@ def profile(call: Callable[[], object]) -> None:
 
 
 def main() -> None:
+    signal.alarm(int(sys.argv[2]) + 1)  # ncu, when it is killed, leaves this process to itself
     for sizes, variant, pass_ in json.loads(sys.argv[1]):
         shape = Cell(**sizes)
         profile(bind(variant, attend(variant, PaperConfig()), shape, draw(shape, "cuda")).call(pass_))

@@ -49,8 +49,9 @@ def markdown(rows: list[dict]) -> str:
     return (
         f"{table(header, lines)}\n\nbf16, as many tokens a step at every context. Days are those of the paper's "
         "budget, 400k steps of 512 x 1024 tokens, on 8 such devices, each as fast as the one that was measured: "
-        "perfect scaling is assumed. The paper's columns are of 8 A100 and OpenWebText; what a longer context does for "
-        "perplexity takes long training to show, and was not measured."
+        "perfect scaling is assumed. The paper's columns are of 8 A100 and OpenWebText, and of FlashAttention, the "
+        "first: `flash2` stands beside it. What a longer context does for perplexity takes long training to show, and "
+        "was not measured."
     )
 
 

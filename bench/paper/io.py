@@ -5,12 +5,14 @@ theorem 5). The second count is of the code here: every load and store of its ke
 by read, as if no cache were between. Caches are: what many programs read at about the same time comes from HBM once, so
 that the counters may say less. Without dropout, and without a mask but for block_sparse and local, which are causal.
 
-Everything is of one head: n tokens, d its size; 2 bytes an element, 4 a statistic or what is kept in fp32. Of the n^2
-pairs block_sparse and local compute only some: a `share` of them by tiles, those that have a pair that is seen.
+Everything is of one head: n tokens, d its size; 2 bytes an element. Statistics, and what is kept in fp32, are 4 bytes
+in the count of the code, while the papers count elements alone. Of the n^2 pairs block_sparse and local compute only
+some: a `share` of them by tiles, those that have a pair that is seen.
 """
 
 from collections.abc import Callable, Iterator
 from functools import cache, partial
+from itertools import product
 from math import ceil
 
 import torch
@@ -244,7 +246,9 @@ def markdown(rows: list[dict]) -> str:
         "`naive` is kernels/standard.py, not compiled: an operation a kernel, S and dP in fp32. "
         f"The paper's formulas are those of standard attention and of FlashAttention with {m} of shared memory; loads "
         "and stores are those of the kernels at their tiles, as if no cache were between; read and written is what the "
-        f"counters of HBM say, caches included{unmeasured}. bench/paper/io.py derives them."
+        f"counters of HBM say, caches included{unmeasured}. They can also say more, as where a kernel of `flash1` "
+        "spills registers. Bytes are not all: of attentions that move as many, one is faster. bench/paper/io.py "
+        "derives the counts."
     )
 
 
@@ -262,19 +266,19 @@ def gigabytes(count: int | None) -> str:
 
 
 def pictures(rows: list[dict], where: str) -> dict[str, Figure]:
-    """Bytes at the shortest length by each count as bars, time as dots."""
+    """Bytes by each count as bars, time as dots: a row of panels for each length."""
     counted = [row for row in rows if "paper_bytes" in row]
-    first = [row for row in counted if row["seq_len"] == min(r["seq_len"] for r in counted)]
-    figure = Figure(figsize=(10, 3.8), layout="constrained")
-    for axes, pass_ in zip(figure.subplots(1, 2), PASSES, strict=True):
-        shown = [row for row in first if row["pass"] == pass_]
+    lengths = sorted({row["seq_len"] for row in counted}) or [0]
+    figure = Figure(figsize=(10, 3.8 * len(lengths)), layout="constrained")
+    panels = figure.subplots(len(lengths), len(PASSES), squeeze=False).flat
+    for axes, (length, pass_) in zip(panels, product(lengths, PASSES), strict=True):
+        shown = [row for row in counted if (row["seq_len"], row["pass"]) == (length, pass_)]
         for i, (text, keys) in enumerate(BARS.items()):
             heights = [sum(row[key] or 0 for key in keys) / 1e9 for row in shown]
             axes.bar([j + (i - 1) * 0.27 for j in range(len(shown))], heights, 0.27, label=text)
         names = [f"{row['variant']}{' (causal)' if row['variant'] in SPARSE else ''}" for row in shown]
         axes.set_xticks(range(len(shown)), names, rotation=30, ha="right")
-        length = f"{shown[0]['seq_len']:,} tokens, " if shown else ""
-        axes.set(ylabel="GB", title=f"{pass_}, {length}{where}")
+        axes.set(ylabel="GB", title=f"{pass_}, {length:,} tokens, {where}")
         times = axes.twinx()
         times.plot([row["ms"] or float("nan") for row in shown], "D", color="black", label="ms")
         times.set(ylabel="ms (diamonds)")

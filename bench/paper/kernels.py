@@ -66,7 +66,15 @@ def markdown(rows: list[dict]) -> str:
     return (
         f"{table(header, lines)}\n\nTFLOP/s of forward / backward / both in bf16, by the papers' count: 4 B H T^2 D "
         "forward, 2.5 times that backward, halved where causal. Each was first held to the fp64 reference. "
-        f"{'; '.join(text for name, text in STANDS_FOR.items() if name in variants)}."
+        f"{'; '.join(text for name, text in STANDS_FOR.items() if name in variants)}.{told_alone(timed)}"
+    )
+
+
+def told_alone(rows: list[dict]) -> str:
+    """Of rows that were not measured in turn with the others."""
+    count = sum(row.get("alone", False) and row["status"] == "ok" for row in rows)
+    return (
+        f" {count} figures are of attentions that had no room beside the others, and were timed alone." if count else ""
     )
 
 

@@ -1,5 +1,6 @@
 """Validation perplexity after some steps on real tokens, from one seed: what an attention must not change."""
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -45,7 +46,15 @@ def measure(cell: dict, gpu: Gpu, config: PaperConfig) -> Iterator[dict]:
         deque(losses, maxlen=0)  # trains
     model.eval()
     batches = validation_batches(tokens.val, max_tokens=VALIDATION_TOKENS, device=device, name="val.bin", **sizes)
-    yield {"perplexity": perplexity(mean_loss(loss_of, batches)), "status": "ok"}
+    found = perplexity(mean_loss(loss_of, batches))
+    yield (
+        {"perplexity": found, "status": "ok"}
+        if math.isfinite(found)
+        else {
+            "status": "failed",
+            "message": f"the perplexity after {steps} steps is {found}",
+        }
+    )
 
 
 def huggingface_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Peak memory of attention against sequence length: what grows as n, and what as n^2."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -41,17 +42,25 @@ def measure(cell: dict, gpu: Gpu, config: PaperConfig) -> Iterator[dict]:
         gpu.release()
 
 
-def fit(lengths: list[int], sizes: list[float]) -> tuple[float, float]:
-    """a and b of the a n + b n^2 that is nearest to `sizes` at `lengths`, by least squares of the relative errors."""
-    n, y = np.array(lengths, float), np.array(sizes, float)
-    (a, b), *_ = np.linalg.lstsq(np.stack([n, n**2], 1) / y[:, None], np.ones_like(y), rcond=None)
-    return float(a), float(b)
+class Fit(NamedTuple):
+    """coefficient n^power, in bytes of n tokens, and by how much of what was measured it is off at most."""
+
+    coefficient: float
+    off: float
 
 
-def fitted(rows: list[dict], variant: str) -> tuple[float, float] | None:
-    """a in bytes a token and b in bytes a token squared; None of fewer than two lengths."""
+def fit(lengths: list[int], sizes: list[float], power: int) -> Fit:
+    """The coefficient that is nearest to `sizes` at `lengths`, by least squares of the relative errors."""
+    relative = np.array(lengths, float) ** power / np.array(sizes, float)
+    coefficient = relative.sum() / (relative**2).sum()
+    return Fit(float(coefficient), float(np.abs(coefficient * relative - 1).max()))
+
+
+def fits(rows: list[dict], variant: str) -> tuple[Fit, Fit] | None:
+    """The linear one and the quadratic; None of fewer than two lengths."""
     measured = points(rows, variant)
-    return fit([n for n, _ in measured], [2**20 * mib for _, mib in measured]) if len(measured) > 1 else None
+    lengths, sizes = [n for n, _ in measured], [2**20 * mib for _, mib in measured]
+    return (fit(lengths, sizes, 1), fit(lengths, sizes, 2)) if len(measured) > 1 else None
 
 
 def points(rows: list[dict], variant: str) -> list[tuple[int, float]]:
@@ -70,26 +79,28 @@ def markdown(rows: list[dict]) -> str:
             r["status"].upper() if r and r["status"] != "ok" else f"{r['peak_mib']:,.1f}" if r else "-"
             for r in of_lengths
         ]
-        lines.append([f"`{name}`", *sizes, *fit_columns(fitted(rows, name), max(lengths, default=0))])
-    header = ["attention", *map(length_text, lengths), "a, KiB/token", "b, byte/token^2", "share of b n^2"]
+        lines.append([f"`{name}`", *sizes, *fit_columns(fits(rows, name))])
+    header = ["attention", *map(length_text, lengths), "a n: KiB/token", "off", "b n^2: byte/token^2", "off"]
     heads = next((f"{row['heads']} heads of {row['head_dim']}" for row in rows if "heads" in row), "")
     return (
         f"{table(header, lines)}\n\nMiB that forward and backward of one causal sequence of {heads} in bf16 hold at "
-        "most, output and gradients included, inputs not. The fit a n + b n^2 minimises the relative errors; the last "
-        "column is the part of it that its second term makes up at the longest sequence of the table."
+        "most, output and gradients included, inputs not. A line a n and a parabola b n^2 are fitted to them, each by "
+        "least squares of the relative errors, and are off by so much at most. `block_sparse` also holds sums in fp32 "
+        "of blocks of keys that many queries see, the longer the more of them."
     )
 
 
-def fit_columns(coefficients: tuple[float, float] | None, longest: int) -> list[str]:
-    """a, b, and how much of the fit its second term is at the longest sequence."""
-    if coefficients is None:
-        return ["-"] * 3
-    a, b = coefficients
-    return [f"{a / 1024:.2f}", f"{b:z.3f}", f"{b * longest / (a + b * longest):z.1%}"]  # z: no minus before a zero
+def fit_columns(found: tuple[Fit, Fit] | None) -> list[str]:
+    """Both coefficients, and how far off each is."""
+    if found is None:
+        return ["-"] * 4
+    linear, quadratic = found
+    texts = f"{linear.coefficient / 1024:.2f}", f"{quadratic.coefficient:.2f}"
+    return [texts[0], f"{linear.off:.1%}", texts[1], f"{quadratic.off:.1%}"]
 
 
 def pictures(rows: list[dict], where: str) -> dict[str, Figure]:
-    """What was measured as dots, the fits as lines."""
+    """What was measured as dots, the nearer of the fits as lines."""
     figure = Figure(figsize=(6.5, 4.2), layout="constrained")
     axes = figure.subplots()
     axes.set_yscale("log", base=2)
@@ -97,9 +108,10 @@ def pictures(rows: list[dict], where: str) -> dict[str, Figure]:
         colour = LOOKS[name][1]
         if measured := points(rows, name):
             axes.plot(*zip(*measured, strict=True), "o", color=colour, label=name, markersize=11 - i)  # may coincide
-        if coefficients := fitted(rows, name):
+        if found := fits(rows, name):
+            power = min((1, 2), key=lambda power: found[power - 1].off)
             n = np.geomspace(measured[0][0], measured[-1][0], 100)
-            axes.plot(n, (coefficients[0] * n + coefficients[1] * n**2) / 2**20, "-", color=colour, lw=1)
+            axes.plot(n, found[power - 1].coefficient * n**power / 2**20, "-", color=colour, lw=1)
     label_lengths(axes, rows)
     axes.set(xlabel="sequence length", ylabel="MiB beyond the inputs", title=f"Forward and backward, {where}")
     axes.spines[["top", "right"]].set_visible(False)

@@ -1,6 +1,9 @@
 """Measures tables: each cell in a process of its own, the results written after each, and resumed."""
 
 import json
+import math
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -9,12 +12,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
-from os import environ
 from pathlib import Path
 
 import torch
 from matplotlib.figure import Figure
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Column
 
 from bench.charts import save
@@ -58,22 +68,27 @@ def run(config: PaperConfig) -> None:
         say = partial(progress.console.print, highlight=False, soft_wrap=True)
         task = progress.add_task("bench.paper", total=sum(map(len, pending.values())))
         for name in names:
-            for cell in pending[name]:
-                progress.update(task, description=f"{name}: {text_of(cell)}")
-                started = time.monotonic()
-                rows = [{**row, "commit": commit} for row in measure(name, cell, config)]
-                replace(results[name]["rows"], cell, rows)
-                write(folder / f"paper-{name}.json", results[name])
-                seconds = time.monotonic() - started
-                progress.advance(task)
-                left = progress.tasks[task].time_remaining  # a log has no bar that tells it
-                ahead = f", some {left / 60:.0f} min left" if left else ""
-                say(f"{name}: {text_of(cell)}: {outcome(rows)} ({seconds:.0f} s{ahead})")
-            publish(name, results[name], folder)
+            with published(name, results[name], folder):
+                for cell in pending[name]:
+                    progress.update(task, description=f"{name}: {text_of(cell)}")
+                    started = time.monotonic()
+                    rows = [{**row, "commit": commit} for row in measure(name, cell, config)]
+                    replace(results[name]["rows"], cell, rows)
+                    write(folder / f"paper-{name}.json", results[name])
+                    seconds = time.monotonic() - started
+                    progress.advance(task)
+                    ahead = time_left(progress.tasks[task])  # a log has no bar that tells it
+                    say(f"{name}: {text_of(cell)}: {outcome(rows)} ({seconds:.0f} s{ahead})")
             say(f"{name}: written to {folder / f'paper-{name}'}.*")
     if failed := sum(row["status"] == "failed" for name in names for row in results[name]["rows"]):
         print(f"{failed} of the rows failed; without resume=false the same command tries them again", file=sys.stderr)
         sys.exit(1)
+
+
+def time_left(task: Task) -> str:
+    """What the cells that remain take, if they take as long as those before; nothing at the end."""
+    minutes = task.elapsed / task.completed * task.remaining / 60
+    return f", some {math.ceil(minutes)} min left" if task.remaining else ""
 
 
 def set_aside(files: list[Path]) -> None:
@@ -84,13 +99,16 @@ def set_aside(files: list[Path]) -> None:
 
 @contextmanager
 def stopping(folder: Path) -> Iterator[None]:
-    """Around the measuring: Ctrl-C ends it with a sentence."""
+    """Around the measuring: Ctrl-C and SIGTERM end it with a sentence."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     except KeyboardInterrupt:
         where = f"the cells done are in {folder}, and without resume=false the same command goes on from there"
         print(f"interrupted; {where}", file=sys.stderr)
         sys.exit(130)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def chosen_tables(config: PaperConfig) -> list[str]:
@@ -150,18 +168,36 @@ def measure(table: str, cell: dict, config: PaperConfig) -> list[dict]:
     command = [sys.executable, "-m", "bench.paper.cell", table]
     given = json.dumps({"cell": cell, "config": asdict(absolute(config))})
     on_cpu = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}  # kernels run in the interpreter, and shapes are tiny
-    variables = environ | ({} if torch.cuda.is_available() else on_cpu)
+    variables = os.environ | ({} if torch.cuda.is_available() else on_cpu)
     try:
-        ended = subprocess.run(
-            command, input=given, cwd=ROOT, env=variables, capture_output=True, text=True,
-            timeout=config.timeout_s,
-        )  # fmt: skip
+        ended = run_group(command, input=given, timeout=config.timeout_s, env=variables)
     except subprocess.TimeoutExpired as late:
-        out, message = (late.stdout or b"").decode(), f"not done within timeout_s={config.timeout_s}"
+        out, message = late.stdout, f"not done within timeout_s={config.timeout_s}"
     else:
         out, message = ended.stdout, reason(ended)
     rows = [json.loads(line) for line in out.splitlines()]
     return rows + ([{**cell, "status": "failed", "message": message}] if message else [])
+
+
+def run_group(
+    command: list[str], *, input: str, timeout: float, env: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command at the project's root, in a group of its own: what ends it early ends all that it has started.
+
+    Raises:
+        subprocess.TimeoutExpired: it took longer; with what it had printed.
+    """
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, cwd=ROOT, env=env, text=True, start_new_session=True, **pipes)
+    try:
+        out, err = process.communicate(input, timeout)
+    except BaseException as error:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, _ = process.communicate()
+        if isinstance(error, subprocess.TimeoutExpired):
+            error.output = out
+        raise
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 def absolute(config: PaperConfig) -> PaperConfig:
@@ -193,6 +229,15 @@ def outcome(rows: list[dict]) -> str:
     counts = ", ".join(f"{statuses.count(status)} {status}" for status in dict.fromkeys(statuses))
     messages = dict.fromkeys(row["message"] for row in rows if row.get("message"))
     return "; ".join([counts, *messages])
+
+
+@contextmanager
+def published(name: str, results: dict, folder: Path) -> Iterator[None]:
+    """However what is inside ends, the table's pages are those of its results."""
+    try:
+        yield
+    finally:
+        publish(name, results, folder)
 
 
 def publish(name: str, results: dict, folder: Path) -> None:

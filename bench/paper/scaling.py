@@ -71,14 +71,17 @@ def markdown(rows: list[dict]) -> str:
         curves = {(v, p): curve(rows, axis, v, p) for p in ("forward", "backward") for v in VARIANTS}
         values = sorted({x for points in curves.values() for x in points})
         lines = [[f"{x:,}", *(f"{c[x]:.3f}" if x in c else "-" for c in curves.values())] for x in values]
-        lines.append(["slope", *(f"{slope(c):.2f}" if len(c) > 1 else "-" for c in curves.values())])
+        for text, part in (("slope", slice(None)), ("slope of the last two", slice(-2, None))):
+            ends = [dict(list(points.items())[part]) for points in curves.values()]
+            lines.append([text, *(f"{slope(c):.2f}" if len(c) > 1 else "-" for c in ends)])
         header = [name, *(f"`{v}` {p}" for v, p in curves)]
         parts.append(f"{fixed_text(rows, axis)}\n\n{table(header, lines)}")
     note = (
         "Milliseconds in bf16 with a causal mask, each first held to the fp64 reference. A slope is the exponent of "
         "the power of length, heads or batch that the milliseconds follow, by least squares of the logarithms: work "
-        "alone would make it 2, 1 and 1. `flash1` runs batch x heads programs, `flash2` as many a tile of queries: at "
-        "many heads or sequences both fill the GPU, and what is left between them is the kernels' own."
+        "alone would make it 2, 1 and 1, as it does where a GPU is full, and so for the last two. `flash1` runs batch "
+        "x heads programs, `flash2` as many a tile of queries: at many heads or sequences both fill the GPU, and what "
+        "is left between them is the kernels' own."
     )
     return "\n\n".join([*parts, note])
 

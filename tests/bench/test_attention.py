@@ -1,5 +1,6 @@
 """bench.attention without a GPU: the clock is a stopwatch made of plain numbers, the rest is as it runs there."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -16,6 +17,25 @@ from tests.e2e import ROOT
 
 SHAPE = ["batch", "heads", "kv_heads", "seq_len", "head_dim", "causal", "dtype"]
 KEYS = ["variant", "pass", *SHAPE, "ms", "ms_p20", "ms_p80", "tflops", "peak_mib", "error", "status", "message"]
+
+
+def test_what_finds_no_room_beside_the_others_is_measured_alone():
+    """Memory is out at its first call; by itself it has what it needs. What does not fit alone either stays so."""
+    calls = itertools.count()
+
+    def crowded(*inputs, **options):
+        if next(calls) == 0:
+            raise torch.OutOfMemoryError("no room")
+        return standard_attention(*inputs, **options)
+
+    def huge(*inputs, **options):
+        raise torch.OutOfMemoryError("no room at all")
+
+    rows = measure({"naive": standard_attention, "crowded": crowded, "huge": huge})
+    found = {name: set() for name, _ in rows}
+    for (name, _), row in rows.items():
+        found[name].add((row["status"], row.get("alone")))
+    assert found == {"naive": {("ok", None)}, "crowded": {("ok", True)}, "huge": {("oom", True)}}
 
 
 def call_main(monkeypatch, *arguments):

@@ -3,7 +3,6 @@
 import io
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 
@@ -13,7 +12,7 @@ from model.gpt2 import ModelConfig
 
 
 def run(command, *, input, **options):
-    """subprocess.run for `python -m bench.paper.cell TABLE`."""
+    """runner.run_group for `python -m bench.paper.cell TABLE`."""
     out = io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["cell", command[-1]])
@@ -25,8 +24,7 @@ def run(command, *, input, **options):
 
 def start_by(patch, start) -> None:
     """Makes the runner start its processes by `start`."""
-    kinds = {"TimeoutExpired": subprocess.TimeoutExpired, "CompletedProcess": subprocess.CompletedProcess}
-    patch.setattr(runner, "subprocess", SimpleNamespace(run=start, **kinds))
+    patch.setattr(runner, "run_group", start)
 
 
 @pytest.fixture

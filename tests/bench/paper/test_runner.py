@@ -1,10 +1,15 @@
 """The runner with a table of made-up cells, and what ends a process."""
 
 import io
+import itertools
 import json
+import os
+import re
 import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +17,7 @@ import torch
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from bench.paper import cell, runner
+from bench.paper import cell, memory, runner
 from bench.paper.config import PaperConfig
 from errors import UserError
 from tests.bench.paper import in_process
@@ -83,9 +88,18 @@ def test_an_interrupted_run_goes_on_where_it_was(measured, monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         runner.run(SMOKE)
     assert ended.value.code == 130 and "the same command goes on from there" in capsys.readouterr().err
+    assert "# Letters\n\n2 rows" in RESULTS.with_suffix(".md").read_text(), "the page is of what there is"
     monkeypatch.setattr(runner, "measure", whole)
     runner.run(SMOKE)
     assert measured.letters == ["a", "b", "c"]
+
+
+def test_a_log_tells_how_long_it_will_take(measured, monkeypatch, capsys):
+    clock = itertools.count(0, 60)
+    monkeypatch.setattr(runner, "Progress", partial(runner.Progress, get_time=lambda: next(clock)))
+    runner.run(SMOKE)
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("letters: letter")]
+    assert [bool(re.search(r"some \d+ min left\)$", line)) for line in told] == [True, True, False]
 
 
 def test_a_narrow_terminal_shows_how_far_it_is(measured, monkeypatch):
@@ -177,12 +191,25 @@ def test_a_process_that_dies_leaves_what_it_had_measured_and_a_failed_row(monkey
 
 def test_a_process_that_takes_too_long_is_a_failed_row(monkeypatch):
     def start(command, timeout, **options):
-        raise subprocess.TimeoutExpired(command, timeout, output=b'{"letter": "a", "status": "ok"}\n')
+        raise subprocess.TimeoutExpired(command, timeout, output='{"letter": "a", "status": "ok"}\n')
 
     in_process.start_by(monkeypatch, start)
     rows = runner.measure("kernels", {"letter": "a"}, SMOKE)
     assert [row["status"] for row in rows] == ["ok", "failed"]
     assert rows[1]["message"] == "not done within timeout_s=600"
+
+
+def test_a_process_that_takes_too_long_ends_with_all_that_it_started(tmp_path):
+    started = tmp_path / "started"
+    grandchild = f"import pathlib, time; pathlib.Path({str(started)!r}).touch(); time.sleep(60)"
+    child = (
+        f"import subprocess, sys; print('a row', flush=True); subprocess.run([sys.executable, '-c', {grandchild!r}])"
+    )
+    with pytest.raises(subprocess.TimeoutExpired) as late:
+        runner.run_group([sys.executable, "-c", child], input="", timeout=5, env=dict(os.environ))
+    assert started.exists() and late.value.output == "a row\n"
+    running = [path.read_text(errors="replace") for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert not any(str(started) in line for line in running)
 
 
 def raising(error):
@@ -211,6 +238,8 @@ def test_what_a_measurement_raises_becomes_a_row_after_what_it_measured(error, l
 def test_a_cell_really_has_a_process_of_its_own():
     (row,) = runner.measure("memory", {"variant": "flash9"}, SMOKE)
     assert row["status"] == "failed" and row["message"].startswith("there is no attention flash9; there are naive")
+    rows = runner.measure("memory", {"variant": "naive"}, SMOKE)
+    assert [(row["seq_len"], row["status"]) for row in rows] == [(n, "ok") for n in memory.SIZES["smoke"][1]]
 
 
 @pytest.mark.parametrize(
