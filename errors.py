@@ -48,8 +48,8 @@ def is_of_memory(error: BaseException) -> bool:
 
 
 def is_of_gpu_memory(error: BaseException) -> bool:
-    """By its name, as torch takes seconds to import."""
-    return type(error).__name__ == "OutOfMemoryError"
+    """By its name, as torch takes seconds to import, or, where another process has taken it all, by what CUDA says."""
+    return type(error).__name__ == "OutOfMemoryError" or "CUDA error: out of memory" in str(error)
 
 
 @contextmanager

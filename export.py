@@ -6,9 +6,10 @@ from conf.cli import launch
 from conf.schema import ExportConfig
 from data.tokenizers import end_of_text
 from errors import UserError
-from model.gpt2 import ModelConfig
+from model.attention import AttentionConfig
 from model.huggingface import save_pretrained
 from trainer import checkpoint
+from trainer.loading import model_of
 
 
 def export(config: ExportConfig) -> None:
@@ -17,9 +18,8 @@ def export(config: ExportConfig) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"to={folder} exists and is not an empty folder; give a new one")
     state = checkpoint.load(config.checkpoint)
-    eot = end_of_text(state["tokenizer"])
-    with checkpoint.of_this_version(state):
-        save_pretrained(ModelConfig(**state["model_config"]), state["model"], folder, eot)
+    model, eot = model_of(state, AttentionConfig("naive")), end_of_text(state["tokenizer"])
+    save_pretrained(model.config, model.state_dict(), folder, eot)
     print(f"step {state['step']} of {config.checkpoint} is now a Hugging Face GPT-2 in {folder}")
 
 

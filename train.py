@@ -145,7 +145,7 @@ def guarded(run: Run) -> Path:
     try:
         return loop(run)
     except DataError as error:
-        raise UserError(f"{error} The state is saved in {save(run)}.") from error
+        raise UserError(f"{error} {told_of_saving(run)}") from error
     except torch.OutOfMemoryError as error:
         told = two_sentences(error)  # not the error, whose traceback holds what fills the memory
     raise UserError(out_of_memory(told, state.model, state.optimizer, compute, settings))
@@ -200,10 +200,30 @@ def loop(run: Run) -> Path:
 
 
 def save(run: Run) -> Path:
-    """The checkpoint of the state, which is whole."""
-    path = run.checkpoints.save(run.state.step, run.state.state_dict())
-    run.checkpoints.settle()
-    return path
+    """The checkpoint of the state, which is whole when this returns in any process.
+
+    Raises:
+        CheckpointError: the disk refused it; in all processes alike.
+    """
+
+    def act() -> Path:
+        try:
+            run.checkpoints.settle(before=run.state.step)
+        except CheckpointError as error:
+            run.log.message(f"{error}; it is of an earlier step")
+        path = run.checkpoints.save(run.state.step, run.state.state_dict())
+        run.checkpoints.settle()
+        return path
+
+    return run.compute.world.agreed(act)
+
+
+def told_of_saving(run: Run) -> str:
+    """Saves the state of a run that ends early, and tells where, or why not."""
+    try:
+        return f"The state is saved in {save(run)}."
+    except CheckpointError as error:
+        return f"The state is lost: {error}."
 
 
 def attempt(run: Run, is_best: bool = False) -> Path | None:
@@ -405,7 +425,7 @@ def judge(run: Run, step: int, loss: float, norm: float) -> None:
             f"lower optimizer.lr, or check the data: {look}"
         )
     if spike is not None:
-        run.log.message(f"{told}, {spike:.3g} times the usual; {look}")
+        run.log.message(f"{told}, {spike:,.1f} times the usual; {look}")
     if broken:
         state.skipped += 1
         run.log.message(f"{told}; the weights did not take it, as train.on_nan=skip ({state.skipped} so far); {look}")

@@ -123,8 +123,8 @@ def sentence_of(error: Exception) -> str | None:
         return f"{error.filename or 'the disk'}: {error.strerror}; {REFUSALS_OF_THE_DISK[error.errno]}"
     if is_of_memory(error):
         where = "the GPU" if is_of_gpu_memory(error) else "this machine"
-        shorter = "lower train.batch_size or model.context_length, or choose a smaller model"
-        return f"{where} has not the memory ({two_sentences(error)}); {shorter}"
+        less = "choose a smaller model, or another device; in training, lower train.batch_size or model.context_length"
+        return f"{where} has not the memory ({two_sentences(error)}); {less}"
     return None
 
 
@@ -170,7 +170,7 @@ def _refuse_unusable(node: DictConfig, prefix: str = "") -> None:
         if is_dataclass(OmegaConf.get_type(node, key)):
             _refuse_unusable(node[key], f"{prefix}{key}.")
         elif isinstance(node[key], int) and not -(2**63) <= node[key] < 2**63:
-            raise UserError(f"{prefix}{key}={node[key]} is more than 64 bits hold; give a smaller number")
+            raise UserError(f"{prefix}{key}={node[key]} does not fit into 64 bits; give another number")
 
 
 def is_sweep() -> bool:

@@ -1,11 +1,13 @@
 """Runs of train.py by several processes, in one launch: torchrun tests/several.py "FOLDER OVERRIDES" ..."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import pytest
 
 from data.loader import DataError, TrainLoader
 from tests.e2e import at_call, largest_file, python_path, train
-from trainer import sharded
+from trainer import checkpoint, sharded
 
 SINGLE_NODE = ("--standalone",)
 
@@ -116,8 +118,16 @@ def unreadable(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(TrainLoader, "next_batch", at_call(4 * 4 + 2, refuse, TrainLoader.next_batch))
 
 
+def unreadable_while_slow(patch: pytest.MonkeyPatch) -> None:
+    """The same, and the state takes longer to write than a process that has told of an error waits for the others."""
+    write = checkpoint.write_file
+    patch.setattr(checkpoint, "write_file", lambda *args: (time.sleep(4 * args[0].name.count("4.pt")), write(*args)))
+    unreadable(patch)
+
+
 FAULTS = {
     "unreadable": unreadable,
+    "slow_unreadable": unreadable_while_slow,
     "terminated": terminated,
     "slow": slow,
     "full": full_disk,
@@ -133,5 +143,7 @@ if __name__ == "__main__":
             outcome = train(folder, *overrides)
         if folder not in FAULTS:
             outcome.ok()
+        if told := re.search(r"The state is saved in (\S+)\.", outcome.err):
+            assert Path(told[1]).exists(), f"{told[0]} says process {os.environ['RANK']} before it is"
         if os.environ["RANK"] == "0":
             Path(folder, "out.txt").write_text(f"{outcome.code}\n{outcome.out}{outcome.err}")

@@ -6,6 +6,7 @@ import torch
 from kernels.standard import standard_attention
 from model.gpt2 import GPT2, ModelConfig
 from tests.e2e import load, run
+from trainer.checkpoint import write_file
 
 pytest_plugins = ["tests.e2e"]
 
@@ -31,6 +32,16 @@ def test_folder_with_something_in_it_is_refused_and_left_as_it_is(trained, tmp_p
     assert f"to={tmp_path}" in sentence and "give a new one" in sentence
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
     assert (tmp_path / "config.json").read_text() == "mine"
+
+
+def test_a_checkpoint_that_lacks_a_weight_is_refused_and_nothing_is_written(trained, tmp_path):
+    state = load(trained / "checkpoints" / "step-00000030.pt")
+    del state["model"]["h.0.mlp.c_fc.weight"]
+    write_file(tmp_path / "step-00000030.pt", state)
+    outcome = run("export.py", f"checkpoint={tmp_path}", f"to={tmp_path / 'model'}")
+    (sentence,) = outcome.err.splitlines()
+    assert outcome.code == 2 and "step-00000030.pt is not of this version" in sentence and "c_fc.weight" in sentence
+    assert not (tmp_path / "model").exists()
 
 
 def test_destination_is_asked_for(trained):

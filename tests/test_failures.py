@@ -101,11 +101,16 @@ CUDA_ERROR = "CUDA out of memory. Tried to allocate 9 GiB. GPU 0 has a total cap
 @pytest.mark.parametrize(
     ("method", "error", "begins"),
     [
-        ("forward", MemoryError(), "this machine has not the memory (MemoryError); lower"),
+        ("forward", MemoryError(), "this machine has not the memory (MemoryError); choose"),
         (
             "forward",
             RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
             "this machine has not the memory (DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 b",
+        ),
+        (
+            "to",
+            RuntimeError("CUDA error: out of memory\nmore"),
+            "the GPU has not the memory (CUDA error: out of memory);",
         ),
         (
             "to",
@@ -124,7 +129,7 @@ def test_a_machine_without_the_memory_is_told_in_a_sentence(workplace, monkeypat
     outcome = train("run")
     (sentence,) = outcome.err.splitlines()
     assert outcome.code == 2 and sentence.startswith(f"error: {begins}")
-    assert sentence.endswith("lower train.batch_size or model.context_length, or choose a smaller model")
+    assert sentence.endswith("or another device; in training, lower train.batch_size or model.context_length")
 
 
 def twice(number: int) -> None:

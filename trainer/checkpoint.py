@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from errors import UserError, described, first_line, is_of_memory
+from errors import UserError, first_line, is_of_memory
 
 State = dict[str, Any]
 NAME = re.compile(r"step-(\d{8})(\.pt)?")
@@ -161,6 +161,7 @@ def write_file(path: Path, state: State) -> None:
     partial = path.with_suffix(".partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        partial.unlink(missing_ok=True)  # a killed run may have left it, as another name of a good one
         try:
             torch.save(state, partial)
         except RuntimeError:
@@ -367,7 +368,7 @@ def _read_file(path: Path) -> State:
     except Exception as error:  # a foreign file raises anything from EOFError to UnpicklingError
         raise CheckpointError(f"{path} is no readable checkpoint ({first_line(error)})") from error
     known = isinstance(state, dict) and {"model", "model_config", "tokenizer", "step"} <= state.keys()
-    if not known or not isinstance(state["step"], int):
+    if not (known and isinstance(state["step"], int) and isinstance(state["tokenizer"], str)):
         raise CheckpointError(f"{path} is not a checkpoint of this trainer")
     return state
 
@@ -382,10 +383,11 @@ def of_this_version(state: State) -> Iterator[None]:
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        if is_of_memory(error):
-            raise
+        if is_of_memory(error) or (isinstance(error, RuntimeError) and type(error) is not RuntimeError):
+            raise  # not of the state: a GPU or another process failed
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise CheckpointError(
-            f"{state['path']} is not of this version of the trainer ({described(error)}); use the one that wrote it"
+            f"{state['path']} is not of this version of the trainer ({why}); use the one that wrote it"
         ) from error
 
 

@@ -6,6 +6,7 @@ from errors import UserError
 from model.gpt2 import CHECKPOINTING
 
 LARGEST_BATCH = 2**20  # of sequences, which are drawn one by one
+LARGEST_STEP = 2**24  # of sequences, which are all read before it begins
 LONGEST_TIMEOUT_S = 365 * 24 * 3600
 
 
@@ -56,9 +57,7 @@ class TrainConfig:
             if getattr(self, key) < 1:
                 raise UserError(f"train.{key}={getattr(self, key)} must be at least 1")
         if self.batch_size > LARGEST_BATCH:
-            raise UserError(
-                f"train.batch_size={self.batch_size} must be at most {LARGEST_BATCH}; raise the micro-steps"
-            )
+            raise UserError(f"train.batch_size={self.batch_size} must be at most {LARGEST_BATCH}")
         if self.timeout_s > LONGEST_TIMEOUT_S:
             raise UserError(f"train.timeout_s={self.timeout_s} must be at most {LONGEST_TIMEOUT_S}, a year")
         if not 0 <= self.seed < 2**32:
@@ -78,6 +77,11 @@ class TrainConfig:
             raise UserError(f"train.spike_factor={self.spike_factor} must be above 1, or null")
         if self.global_batch_size is not None:
             self._divide_global_batch()
+        if self.sequences > LARGEST_STEP:
+            raise UserError(
+                f"an optimizer step of {self.sequences} sequences is more than {LARGEST_STEP}; lower "
+                "train.grad_accumulation or train.global_batch_size"
+            )
 
     def _divide_global_batch(self) -> None:
         whole, part = self.global_batch_size, self.batch_size

@@ -8,6 +8,24 @@ from model.attention import AttentionConfig, build_attention
 from model.gpt2 import GPT2, ModelConfig
 from model.huggingface import WEIGHTS, find_pretrained, load_pretrained, read_config
 from trainer import checkpoint
+from trainer.checkpoint import State
+
+
+def model_of(state: State, attention: AttentionConfig, activation_checkpointing: str = "none") -> GPT2:
+    """The model of a checkpoint's state.
+
+    Raises:
+        CheckpointError: it is not of this version of the trainer.
+    """
+    attend = build_attention(attention)
+    with checkpoint.of_this_version(state):
+        try:
+            shape = ModelConfig(**state["model_config"])
+        except UserError as error:  # of settings that nobody has set here
+            raise ValueError(str(error)) from error
+        model = GPT2(shape, attend, activation_checkpointing)
+        model.load_state_dict(state["model"])
+    return model
 
 
 def load_model(source: str, attention: AttentionConfig, activation_checkpointing: str = "none") -> tuple[GPT2, str]:
@@ -19,10 +37,7 @@ def load_model(source: str, attention: AttentionConfig, activation_checkpointing
     path = Path(source)
     if path.exists() and not (path / WEIGHTS).is_file():
         state = checkpoint.load(path)
-        with checkpoint.of_this_version(state):
-            model = GPT2(ModelConfig(**state["model_config"]), build_attention(attention), activation_checkpointing)
-            model.load_state_dict(state["model"])
-        return model, state["tokenizer"]
+        return model_of(state, attention, activation_checkpointing), state["tokenizer"]
     folder = find_pretrained(source, key="checkpoint")
     shape, known = read_config(folder), vocab_size("gpt2")
     if shape.vocab_size < known:

@@ -27,9 +27,10 @@ def out_of_memory(
         f"train.batch_size={batch_size}, model.context_length={shape.context_length}"
     )
     if world.size > 1:
-        other = "" if world.is_sharded else ", or parallel=fsdp"
-        less = f"lower train.batch_size, or set train.activation_checkpointing=full{other}"
-        return f"process {world.rank} of {world.size}: {what}; {less}"
+        own = model.h[0].activation_checkpointing
+        less = ["train.activation_checkpointing=full"] * (own != "full") + ["parallel=fsdp"] * (not world.is_sharded)
+        remedy = " or set ".join(["lower train.batch_size", *less])
+        return f"process {world.rank} of {world.size}: {what}; {remedy}"
     sizes = candidates(batch_size, micro_steps, shape.context_length, model.h[0].activation_checkpointing)
     remedy = next((settings for settings, *size in sizes if _fits(model, optimizer, compute, *size)), None)
     tried = f"what fits is {remedy}" if remedy else "one short sequence does not fit either, so choose a smaller model"

@@ -183,10 +183,11 @@ def read_parts(state: State, model: nn.Module | None = None) -> State:
     Raises:
         CheckpointError: the parts do not make up the tensors.
     """
-    folder, names = state["folder"], state["parameters"]
+    folder = state["folder"]
     reader = dcp.HuggingFaceStorageReader(str(folder))
     like = {} if model is None else dict(model.named_parameters())
     try:
+        names = state["parameters"]
         saved = reader.read_metadata().state_dict_metadata
         tensors = {}
         for kind, name in product(KINDS, names):

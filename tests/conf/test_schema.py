@@ -139,6 +139,7 @@ def test_an_unknown_key_or_a_wrong_type_is_refused(override):
         ("train.seed=99999999999", "train.seed=99999999999 must be at least 0 and below 2"),
         ("model.n_layer=99999", "model.n_layer=99999 must be at least 1 and at most 10000"),
         ("train.batch_size=1000000000000", "train.batch_size=1000000000000 must be at most"),
+        ("train.grad_accumulation=1000000000000", "an optimizer step of 8000000000000 sequences is more than"),
         ("checkpoint.keep=0", "checkpoint.keep=0 must be at least 1"),
         ("wandb.mode=on", "wandb.mode"),
     ],

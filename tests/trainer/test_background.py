@@ -1,6 +1,7 @@
 """Checkpoints beside training: whole runs on a CPU that are asked to save as on a GPU."""
 
 import errno
+import os
 import threading
 import time
 from pathlib import Path
@@ -69,6 +70,17 @@ def test_a_full_disk_is_told_when_the_next_is_saved_and_training_goes_on(monkeyp
     assert "step-00000010.pt could not be written (No space left on device)" in told
     assert curve("run", *LOSSES) == curve("whole", *LOSSES)
     assert sorted(path.name for path in Path("kept").glob("step-*")) == ["step-00000015.pt", "step-00000020.pt"]
+
+
+def test_a_save_that_was_refused_before_does_not_cost_the_last_one(monkeypatch):
+    """The best one of step 5 is refused beside training; before step 6 the tokens are cut, and the state is saved."""
+    before_writing(monkeypatch, "best.pt", refuse)
+    cut = at_call(6, lambda: os.truncate("tokens/train.bin", 1024), TrainLoader.next_batches)
+    monkeypatch.setattr(TrainLoader, "next_batches", cut)
+    outcome = train("run", *BESIDE, "checkpoint.interval=50")
+    (sentence,) = outcome.err.splitlines()
+    assert "train.bin went from" in sentence and "The state is saved in kept/step-000000" in sentence
+    assert "best.pt could not be written (No space left on device)" in outcome.out
 
 
 def test_a_save_that_is_refused_leaves_the_one_beside_it_alone(tmp_path, monkeypatch):

@@ -207,6 +207,19 @@ def test_the_best_that_is_the_newest_too_is_written_once(tmp_path, monkeypatch):
     assert not sixth.samefile(best) and [load(path)["step"] for path in (best, sixth)] == [6, 6]
 
 
+def test_what_a_kill_between_naming_and_renaming_left_is_not_written_into(tmp_path):
+    """It is another name of best.pt."""
+    checkpoints = Checkpoints(tmp_path, keep=3)
+    best = checkpoints.save_best(small(5))
+    os.link(best, tmp_path / "step-00000006.partial")
+    before = best.read_bytes()
+    with largest_file(1000), pytest.raises(CheckpointError):
+        checkpoints.save(6, small(6))
+    assert best.read_bytes() == before
+    checkpoints.save(6, small(6))
+    assert best.read_bytes() == before and load(tmp_path)["step"] == 6
+
+
 def test_folders_go_as_files_do_and_the_one_that_best_links_to_stays(tmp_path):
     """Those of runs whose weights were split, and which go on as files."""
     checkpoints = Checkpoints(tmp_path, keep=2)
