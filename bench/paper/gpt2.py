@@ -1,5 +1,6 @@
 """FlashAttention (Dao et al., 2022), table 2: training GPT-2 small and medium at a context of 1k."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 
@@ -21,6 +22,7 @@ NAMES = {
     "flash1": "`flash1`",
     "flash2": "`flash2`",
 }
+TORCHS = "huggingface", "naive", "sdpa"  # no kernel of ours computes their attention
 # Implementation, perplexity on OpenWebText, days on 8 A100, speedup.
 PAPER = {
     ("gpt2", "huggingface"): ("Huggingface", 18.2, 9.5, 1.0),
@@ -105,16 +107,24 @@ def notes(rows: list[dict], perplexities: list[dict]) -> str:
         text += "GiB are those of the first step, which has no moments of AdamW's yet, 8 bytes a parameter. "
     if not perplexities:
         return text + "Perplexities were not measured: they need tokens=FOLDER."
-    run, runs = perplexities[0], []
+    run, runs, apart = perplexities[0], [], []
     for model in dict.fromkeys(row["model"] for row in perplexities):
         of_model = [row for row in perplexities if row["model"] == model]
-        found = [row["perplexity"] for row in of_model if row["status"] == "ok"]
-        apart = f", of which the highest is {at_most(max(found) / min(found))} times the lowest" if found else ""
-        runs.append(f"{of_model[0]['batch_size']} x {run['context_length']} tokens ({model}{apart})")
+        runs.append(f"{of_model[0]['batch_size']} x {run['context_length']} tokens ({model})")
+        torchs = [row for row in of_model if training.label(row) in TORCHS]
+        apart.append(f"{spread(of_model)} nats ({model}), and {spread(torchs)} those of torch's alone")
     return (
         f"{text}Perplexity is that of the validation tokens of `{run['tokens']}` after {run['steps']} steps of "
-        f"{', '.join(runs)}, all of a model from the same weights."
+        f"{', '.join(runs)}, all of a model from the same weights. Training amplifies rounding, so that attentions "
+        f"which differ by it alone end apart: from the highest to the lowest by {'; '.join(apart)}, Hugging Face's, "
+        "`naive` and `sdpa`."
     )
+
+
+def spread(rows: list[dict]) -> str:
+    """Nats between the highest perplexity and the lowest, rounded up."""
+    found = [row["perplexity"] for row in rows if row["status"] == "ok"]
+    return f"{math.ceil(1e4 * math.log(max(found) / min(found))) / 1e4:.4f}" if found else "-"
 
 
 def pictures(rows: list[dict], where: str) -> dict[str, Figure]:

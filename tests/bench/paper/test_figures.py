@@ -76,6 +76,14 @@ def test_perplexities_of_other_runs_are_not_mixed():
     assert "`web` after 300 steps" in made and "100.00" in made and "30.00" not in made
 
 
+def test_how_far_apart_perplexities_end_is_told_beside_what_torchs_own_do():
+    ends = {"naive": 100.0, "sdpa": 101.0, "flash2": 98.0}  # ln(101 / 98) and ln(101 / 100)
+    rows = [speed_row("ours", name, "gpt2", 1024, 100_000) for name in ends]
+    run = {"measured": "perplexity", "tokens": "web", "steps": 300}
+    made = gpt2.markdown([*rows, *(row | run | {"perplexity": ends[row["attention"]]} for row in rows)])
+    assert "by 0.0302 nats (gpt2), and 0.0100 those of torch's alone" in made
+
+
 def test_contexts_are_compared_with_the_fused_softmax_at_the_shortest():
     speeds = [("fused_softmax", 1024, 200_000), ("flash2", 1024, 350_000), ("flash2", 4096, 250_000)]
     made = gpt2_context.markdown([speed_row("ours", name, "gpt2", n, speed) for name, n, speed in speeds])
