@@ -195,7 +195,7 @@ def loop(run: Run) -> Path:
         log.log(state.step, state.tokens, read_window(run, window))
     if saved_step != state.step:
         return save(run)
-    run.checkpoints.settle()
+    compute.world.agreed(run.checkpoints.settle)
     return path
 
 
@@ -208,9 +208,9 @@ def save(run: Run) -> Path:
 
     def act() -> Path:
         try:
-            run.checkpoints.settle(before=run.state.step)
-        except CheckpointError as error:
-            run.log.message(f"{error}; it is of an earlier step")
+            run.checkpoints.settle()
+        except CheckpointError as error:  # of what was under way, for which this one must not suffer
+            run.log.message(str(error))
         path = run.checkpoints.save(run.state.step, run.state.state_dict())
         run.checkpoints.settle()
         return path

@@ -128,7 +128,7 @@ class Checkpoints:
         outdated = [old for old in _all(self.folder) if _step(old) <= step][: -self.keep]
         for old in (*outdated, *self.folder.glob("*.partial")):
             if old.resolve() != best:
-                _remove(old)
+                remove(old)
 
     def save_best(self, state: State) -> Path:
         """Replaces best.pt. Raises CheckpointError as `save` does."""
@@ -161,7 +161,7 @@ def write_file(path: Path, state: State) -> None:
     partial = path.with_suffix(".partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.unlink(missing_ok=True)  # a killed run may have left it, as another name of a good one
+        remove(partial)  # a killed run may have left it, as a folder, or as another name of a good one
         try:
             torch.save(state, partial)
         except RuntimeError:
@@ -184,7 +184,7 @@ def _link(source: Path, path: Path) -> bool:
     partial = path.with_suffix(".partial")
     try:
         if not (path.exists() and path.samefile(source)):
-            partial.unlink(missing_ok=True)
+            remove(partial)
             os.link(source, partial)
             os.replace(partial, path)
             sync_folder(path.parent)
@@ -215,10 +215,10 @@ def put_aside(folder: Path) -> Path:
     return folder.rename(aside)
 
 
-def _remove(path: Path) -> None:
-    """Deletes a checkpoint, of which a kill leaves the whole or nothing that counts as one."""
+def remove(path: Path) -> None:
+    """Deletes a checkpoint if it is there; a kill leaves the whole of it, or nothing that counts as one."""
     if path.is_symlink() or not path.is_dir():
-        path.unlink()
+        path.unlink(missing_ok=True)
     else:
         shutil.rmtree(path if path.suffix == ".partial" else put_aside(path))
 

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from errors import first_line
 from trainer.background import KINDS, BackgroundCheckpoints, join_state
-from trainer.checkpoint import REST, CheckpointError, State, put_aside, sync_folder, write_file
+from trainer.checkpoint import REST, CheckpointError, State, put_aside, remove, sync_folder, write_file
 from trainer.distributed import local_part
 
 DTYPES = {torch.float32: "F32"}  # the only one that weights and moments are kept in
@@ -121,7 +121,7 @@ class _Writer(StorageWriter):
 
     def prepare_global_plan(self, plans: list) -> list:
         """In the first process, before any writes: of a run that was killed here nothing may stay."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        remove(self._folder)
         self._folder.mkdir(parents=True)
         return plans
 

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from itertools import product
@@ -41,7 +42,7 @@ def hbm_bytes(shapes: dict[str, Cell], passes: Sequence[str], seconds: int) -> B
         raise NotMeasured("ncu not found")
     calls = list(product(shapes, passes))
     given = [(asdict(shapes[variant]), variant, pass_) for variant, pass_ in calls]
-    profiled = [sys.executable, "-m", "bench.paper.counters", json.dumps(given), str(seconds)]
+    profiled = [sys.executable, "-m", "bench.paper.counters", json.dumps(given), str(time.time() + seconds)]
     command = ["ncu", *SETTINGS, "--metrics", ",".join(METRICS), *profiled]
     try:
         ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds)
@@ -89,7 +90,8 @@ def profile(call: Callable[[], object]) -> None:
 
 
 def main() -> None:
-    signal.alarm(int(sys.argv[2]) + 1)  # ncu, when it is killed, leaves this process to itself
+    # ncu, when it is killed, leaves this process to itself.
+    signal.alarm(max(1, int(float(sys.argv[2]) - time.time())))
     for sizes, variant, pass_ in json.loads(sys.argv[1]):
         shape = Cell(**sizes)
         profile(bind(variant, attend(variant, PaperConfig()), shape, draw(shape, "cuda")).call(pass_))

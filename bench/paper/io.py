@@ -23,7 +23,7 @@ from bench.attention import measure as measure_attention
 from bench.cells import Cell
 from bench.paper.config import PaperConfig
 from bench.paper.counters import NotMeasured, hbm_bytes
-from bench.paper.text import table
+from bench.paper.text import table, told_alone
 from bench.paper.variants import attend, settings
 from bench.timing import Gpu
 from kernels.flash1.launch import tiles_for as flash1_tiles
@@ -248,7 +248,7 @@ def markdown(rows: list[dict]) -> str:
         "and stores are those of the kernels at their tiles, as if no cache were between; read and written is what the "
         f"counters of HBM say, caches included{unmeasured}. They can also say more, as where a kernel of `flash1` "
         "spills registers. Bytes are not all: of attentions that move as many, one is faster. bench/paper/io.py "
-        "derives the counts."
+        f"derives the counts.{told_alone(counted)}"
     )
 
 

@@ -10,7 +10,7 @@ from bench.attention import measure as measure_attention
 from bench.cells import PASSES, paper_cells
 from bench.charts import LOOKS, PANELS, TITLES, figure_of
 from bench.paper.config import PaperConfig
-from bench.paper.text import table
+from bench.paper.text import table, told_alone
 from bench.paper.variants import attend, known
 from bench.timing import Gpu
 
@@ -67,14 +67,6 @@ def markdown(rows: list[dict]) -> str:
         f"{table(header, lines)}\n\nTFLOP/s of forward / backward / both in bf16, by the papers' count: 4 B H T^2 D "
         "forward, 2.5 times that backward, halved where causal. Each was first held to the fp64 reference. "
         f"{'; '.join(text for name, text in STANDS_FOR.items() if name in variants)}.{told_alone(timed)}"
-    )
-
-
-def told_alone(rows: list[dict]) -> str:
-    """Of rows that were not measured in turn with the others."""
-    count = sum(row.get("alone", False) and row["status"] == "ok" for row in rows)
-    return (
-        f" {count} figures are of attentions that had no room beside the others, and were timed alone." if count else ""
     )
 
 

@@ -9,7 +9,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -52,7 +52,7 @@ def run(config: PaperConfig) -> None:
 
     Raises:
         UserError: an unknown table, no GPU to measure, or results that were measured elsewhere or cannot be read.
-        SystemExit: after Ctrl-C, with status 130; at the end, with status 1, if cells failed.
+        SystemExit: after Ctrl-C, SIGTERM or SIGHUP, with status 130; at the end, with status 1, if cells failed.
     """
     names, commit = chosen_tables(config), environment()["commit"]
     folder = destination(config)
@@ -99,8 +99,11 @@ def set_aside(files: list[Path]) -> None:
 
 @contextmanager
 def stopping(folder: Path) -> Iterator[None]:
-    """Around the measuring: Ctrl-C and SIGTERM end it with a sentence."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """Around the measuring: Ctrl-C, SIGTERM and a terminal that is closed end it with a sentence."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number in before:
+        if before[number] != signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, signal.default_int_handler)
     try:
         yield
     except KeyboardInterrupt:
@@ -108,7 +111,8 @@ def stopping(folder: Path) -> Iterator[None]:
         print(f"interrupted; {where}", file=sys.stderr)
         sys.exit(130)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def chosen_tables(config: PaperConfig) -> list[str]:
@@ -192,7 +196,8 @@ def run_group(
     try:
         out, err = process.communicate(input, timeout)
     except BaseException as error:
-        os.killpg(process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it may have ended by now
+            os.killpg(process.pid, signal.SIGKILL)
         out, _ = process.communicate()
         if isinstance(error, subprocess.TimeoutExpired):
             error.output = out
@@ -237,7 +242,8 @@ def published(name: str, results: dict, folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        publish(name, results, folder)
+        if results["rows"]:
+            publish(name, results, folder)
 
 
 def publish(name: str, results: dict, folder: Path) -> None:

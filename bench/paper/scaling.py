@@ -14,7 +14,7 @@ from bench.attention import measure as measure_attention
 from bench.cells import Cell
 from bench.charts import LOOKS
 from bench.paper.config import PaperConfig
-from bench.paper.text import label_lengths, table
+from bench.paper.text import label_lengths, table, told_alone
 from bench.paper.variants import attend
 from bench.timing import Gpu
 
@@ -79,9 +79,10 @@ def markdown(rows: list[dict]) -> str:
     note = (
         "Milliseconds in bf16 with a causal mask, each first held to the fp64 reference. A slope is the exponent of "
         "the power of length, heads or batch that the milliseconds follow, by least squares of the logarithms: work "
-        "alone would make it 2, 1 and 1, as it does where a GPU is full, and so for the last two. `flash1` runs batch "
-        "x heads programs, `flash2` as many a tile of queries: at many heads or sequences both fill the GPU, and what "
-        "is left between them is the kernels' own."
+        "alone would make it 2, 1 and 1. Against heads and batch it is less where there are fewer programs than the "
+        "GPU runs at a time, and so of all than of the last two. `flash1` runs batch x heads programs, `flash2` as "
+        "many a tile of queries: at many heads or sequences both fill the GPU, and what is left between them is the "
+        f"kernels' own.{told_alone(rows)}"
     )
     return "\n\n".join([*parts, note])
 

@@ -40,3 +40,11 @@ def label_lengths(axes: Axes, rows: list[dict], key: str = "seq_len") -> None:
     lengths = sorted({row[key] for row in rows if key in row})
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, map(length_text, lengths))
+
+
+def told_alone(rows: list[dict]) -> str:
+    """Of rows that were not measured in turn with the others."""
+    count = sum(row.get("alone", False) and row["status"] == "ok" for row in rows)
+    return (
+        f" {count} figures are of attentions that had no room beside the others, and were timed alone." if count else ""
+    )

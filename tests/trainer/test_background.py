@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from data.loader import TrainLoader
+from data.loader import DataError, TrainLoader
 from errors import UserError
 from tests.e2e import at_call, curve, load, train
 from trainer import checkpoint
@@ -81,6 +81,21 @@ def test_a_save_that_was_refused_before_does_not_cost_the_last_one(monkeypatch):
     (sentence,) = outcome.err.splitlines()
     assert "train.bin went from" in sentence and "The state is saved in kept/step-000000" in sentence
     assert "best.pt could not be written (No space left on device)" in outcome.out
+
+
+def test_the_best_one_that_is_refused_does_not_cost_the_state_of_its_own_step(monkeypatch):
+    """The tokens of step 6 cannot be read while best.pt of step 5 is refused beside training."""
+    refused = threading.Event()
+    before_writing(monkeypatch, "best.pt", lambda: refused.wait(timeout=30) and refuse())
+
+    def unreadable():
+        refused.set()
+        raise DataError("train.bin can no longer be read.")
+
+    monkeypatch.setattr(TrainLoader, "next_batches", at_call(6, unreadable, TrainLoader.next_batches))
+    outcome = train("run", *BESIDE, "checkpoint.interval=50")
+    assert outcome.err.endswith("The state is saved in kept/step-00000005.pt.\n")
+    assert checkpoint.load("kept")["step"] == 5
 
 
 def test_a_save_that_is_refused_leaves_the_one_beside_it_alone(tmp_path, monkeypatch):

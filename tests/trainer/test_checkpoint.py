@@ -207,6 +207,13 @@ def test_the_best_that_is_the_newest_too_is_written_once(tmp_path, monkeypatch):
     assert not sixth.samefile(best) and [load(path)["step"] for path in (best, sixth)] == [6, 6]
 
 
+def test_what_a_kill_left_of_a_folder_is_in_no_files_way(tmp_path):
+    """Of a run whose weights were split, and which goes on as one."""
+    (tmp_path / "step-00000006.partial").mkdir()
+    (tmp_path / "step-00000006.partial" / "part-00000.safetensors").write_bytes(b"")
+    assert Checkpoints(tmp_path, keep=1).save(6, small(6)) == find(tmp_path)
+
+
 def test_what_a_kill_between_naming_and_renaming_left_is_not_written_into(tmp_path):
     """It is another name of best.pt."""
     checkpoints = Checkpoints(tmp_path, keep=3)

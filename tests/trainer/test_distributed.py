@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -255,10 +256,15 @@ def test_readmes_script_for_slurm_saves_and_is_queued_again(tmp_path, monkeypatc
     (tmp_path / "scontrol").write_text('#!/bin/sh\necho "$@" > queued\n')
     (tmp_path / "scontrol").chmod(0o755)
     variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "PYTHONPATH": python_path()}
-    with subprocess.Popen(["bash", "-c", text], env=os.environ | variables | {"OMP_NUM_THREADS": "1"}) as job:
+    variables = os.environ | variables | {"OMP_NUM_THREADS": "1"}
+    job = subprocess.Popen(["bash", "-c", text], env=variables, start_new_session=True)
+    try:
         wait_for_step(5, "out", job)
         job.terminate()
         assert job.wait(timeout=60) != 0
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)
     assert Path("queued").read_text() == "requeue 7\n"
     assert checkpoint.load("runs/a")["step"] == curve("out")[-1][0]
 

@@ -5,8 +5,10 @@ import itertools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -71,27 +73,39 @@ def test_results_are_written_after_every_cell_and_nothing_is_measured_twice(meas
     assert "# Letters\n\n6 rows" in RESULTS.with_suffix(".md").read_text()
 
 
-def interrupted_at_b(measure):
-    """Ctrl-C is pressed when the second letter's turn has come."""
+def interrupted_at(letter, measure, number=signal.SIGINT):
+    """Ctrl-C is pressed, or another signal comes, when that letter's turn has come."""
 
     def interrupted(table, cell, config):
-        if cell["letter"] == "b":
-            raise KeyboardInterrupt
+        if cell["letter"] == letter:
+            os.kill(os.getpid(), number)
+            time.sleep(5)
         return measure(table, cell, config)
 
     return interrupted
 
 
-def test_an_interrupted_run_goes_on_where_it_was(measured, monkeypatch, capsys):
-    whole = runner.measure
-    monkeypatch.setattr(runner, "measure", interrupted_at_b(whole))
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupted_run_goes_on_where_it_was(measured, monkeypatch, capsys, number):
+    whole, handlers = runner.measure, signal.getsignal(number)
+    monkeypatch.setattr(runner, "measure", interrupted_at("b", whole, number))
     with pytest.raises(SystemExit) as ended:
         runner.run(SMOKE)
     assert ended.value.code == 130 and "the same command goes on from there" in capsys.readouterr().err
     assert "# Letters\n\n2 rows" in RESULTS.with_suffix(".md").read_text(), "the page is of what there is"
+    assert signal.getsignal(number) is handlers
     monkeypatch.setattr(runner, "measure", whole)
     runner.run(SMOKE)
     assert measured.letters == ["a", "b", "c"]
+
+
+def test_a_run_that_is_interrupted_before_its_first_cell_leaves_the_pages_there_are(measured, monkeypatch):
+    runner.run(SMOKE)
+    page = RESULTS.with_suffix(".md").read_text()
+    monkeypatch.setattr(runner, "measure", interrupted_at("a", runner.measure))
+    with pytest.raises(SystemExit) as ended:
+        runner.run(replace(SMOKE, resume=False))
+    assert ended.value.code == 130 and RESULTS.with_suffix(".md").read_text() == page
 
 
 def test_a_log_tells_how_long_it_will_take(measured, monkeypatch, capsys):
@@ -141,7 +155,7 @@ def test_results_of_another_commit_are_refused_and_kept(measured, monkeypatch):
 def test_what_is_missing_is_added_to_another_commits_results_if_asked_for(measured, monkeypatch):
     whole = runner.measure
     monkeypatch.setenv("GIT_COMMIT", "first")
-    monkeypatch.setattr(runner, "measure", interrupted_at_b(whole))
+    monkeypatch.setattr(runner, "measure", interrupted_at("b", whole))
     with pytest.raises(SystemExit):
         runner.run(SMOKE)
     monkeypatch.setattr(runner, "measure", whole)
@@ -157,7 +171,7 @@ def test_what_is_measured_anew_is_resumed_like_anything_else(measured, monkeypat
     runner.run(SMOKE)
     before, whole = RESULTS.read_text(), runner.measure
     monkeypatch.setenv("GIT_COMMIT", "second")
-    monkeypatch.setattr(runner, "measure", interrupted_at_b(whole))
+    monkeypatch.setattr(runner, "measure", interrupted_at("b", whole))
     with pytest.raises(SystemExit):
         runner.run(replace(SMOKE, resume=False))
     assert RESULTS.with_name(f"{RESULTS.name}.old").read_text() == before
