@@ -1,5 +1,6 @@
 """The one exception for mistakes a user can mend, and how a program ends by it."""
 
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,13 +44,15 @@ def interrupted() -> NoReturn:
 
 
 def is_of_memory(error: BaseException) -> bool:
-    """Whether a machine's memory, or its GPU's, ran out. torch has a class for the GPU's alone."""
+    """Whether a machine's memory, or its GPU's, ran out."""
     return isinstance(error, MemoryError) or is_of_gpu_memory(error) or "DefaultCPUAllocator" in str(error)
 
 
 def is_of_gpu_memory(error: BaseException) -> bool:
-    """By its name, as torch takes seconds to import, or, where another process has taken it all, by what CUDA says."""
-    return type(error).__name__ == "OutOfMemoryError" or "CUDA error: out of memory" in str(error)
+    """Whether a GPU's memory ran out: by torch's class for it, which takes seconds to import and so is known by its
+    name, or by what Triton, CUDA or cuBLAS say."""
+    told = isinstance(error, RuntimeError) and re.search(r"out of memory|ALLOC_FAILED", str(error), re.IGNORECASE)
+    return type(error).__name__ == "OutOfMemoryError" or bool(told)
 
 
 @contextmanager

@@ -15,7 +15,6 @@
 import gc
 import itertools
 import math
-import re
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -28,7 +27,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.cells import Cell
 from bench.variants import Contender
-from errors import first_line
+from errors import first_line, is_of_gpu_memory
 
 SAMPLE_MS, SAMPLE_CALLS = 5, 20  # a sample lasts so long, with at most so many calls
 SLOW_MS = 20  # a sample that lasts longer is taken in fewer rounds
@@ -153,12 +152,6 @@ class Series:
     samples: list[float] = field(default_factory=list)
 
 
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether the GPU's memory was out, by torch's account or by that of Triton, CUDA or cuBLAS."""
-    others = isinstance(error, RuntimeError) and re.search(r"out of memory|ALLOC_FAILED", str(error), re.IGNORECASE)
-    return isinstance(error, torch.OutOfMemoryError) or bool(others)
-
-
 @contextmanager
 def recorded(rows: Iterable[dict], gpu: Gpu) -> Iterator[None]:
     """What is raised inside becomes the status of `rows`: one kernel's failure must not end the others' run."""
@@ -166,7 +159,7 @@ def recorded(rows: Iterable[dict], gpu: Gpu) -> Iterator[None]:
         yield
         return
     except Exception as error:
-        oom = is_out_of_memory(error)
+        oom = is_of_gpu_memory(error)
         outcome = {"status": "oom"} if oom else {"status": "failed", "message": first_line(error)}
     for row in rows:
         row.update(outcome)

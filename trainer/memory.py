@@ -21,17 +21,19 @@ def out_of_memory(
     """
     shape, device, world = model.config, compute.device, compute.world
     peak = f" at a peak of {torch.cuda.max_memory_allocated(device) / GIB:.1f} GiB" if device.type == "cuda" else ""
-    batch_size, micro_steps = settings.share(world.size)
+    (batch_size, micro_steps), own = settings.share(world.size), model.h[0].activation_checkpointing
     what = (
         f"out of memory{peak} ({told}): a GPT-2 of {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters, "
         f"train.batch_size={batch_size}, model.context_length={shape.context_length}"
     )
     if world.size > 1:
-        own = model.h[0].activation_checkpointing
-        less = ["train.activation_checkpointing=full"] * (own != "full") + ["parallel=fsdp"] * (not world.is_sharded)
-        remedy = " or set ".join(["lower train.batch_size", *less])
-        return f"process {world.rank} of {world.size}: {what}; {remedy}"
-    sizes = candidates(batch_size, micro_steps, shape.context_length, model.h[0].activation_checkpointing)
+        remedies = ["lower train.batch_size"]
+        if own != "full":
+            remedies.append("train.activation_checkpointing=full")
+        if not world.is_sharded:
+            remedies.append("parallel=fsdp")
+        return f"process {world.rank} of {world.size}: {what}; {' or set '.join(remedies)}"
+    sizes = candidates(batch_size, micro_steps, shape.context_length, own)
     remedy = next((settings for settings, *size in sizes if _fits(model, optimizer, compute, *size)), None)
     tried = f"what fits is {remedy}" if remedy else "one short sequence does not fit either, so choose a smaller model"
     return f"{what}; {tried}"

@@ -47,14 +47,10 @@ def measure(cell: dict, gpu: Gpu, config: PaperConfig) -> Iterator[dict]:
     model.eval()
     batches = validation_batches(tokens.val, max_tokens=VALIDATION_TOKENS, device=device, name="val.bin", **sizes)
     found = perplexity(mean_loss(loss_of, batches))
-    yield (
-        {"perplexity": found, "status": "ok"}
-        if math.isfinite(found)
-        else {
-            "status": "failed",
-            "message": f"the perplexity after {steps} steps is {found}",
-        }
-    )
+    if math.isfinite(found):
+        yield {"perplexity": found, "status": "ok"}
+    else:
+        yield {"status": "failed", "message": f"the perplexity after {steps} steps is {found}"}
 
 
 def huggingface_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:

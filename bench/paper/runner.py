@@ -68,7 +68,7 @@ def run(config: PaperConfig) -> None:
         say = partial(progress.console.print, highlight=False, soft_wrap=True)
         task = progress.add_task("bench.paper", total=sum(map(len, pending.values())))
         for name in names:
-            with published(name, results[name], folder):
+            try:
                 for cell in pending[name]:
                     progress.update(task, description=f"{name}: {text_of(cell)}")
                     started = time.monotonic()
@@ -79,6 +79,9 @@ def run(config: PaperConfig) -> None:
                     progress.advance(task)
                     ahead = time_left(progress.tasks[task])  # a log has no bar that tells it
                     say(f"{name}: {text_of(cell)}: {outcome(rows)} ({seconds:.0f} s{ahead})")
+            finally:  # however it ends, the pages are those of the results
+                if results[name]["rows"]:
+                    publish(name, results[name], folder)
             say(f"{name}: written to {folder / f'paper-{name}'}.*")
     if failed := sum(row["status"] == "failed" for name in names for row in results[name]["rows"]):
         print(f"{failed} of the rows failed; without resume=false the same command tries them again", file=sys.stderr)
@@ -234,16 +237,6 @@ def outcome(rows: list[dict]) -> str:
     counts = ", ".join(f"{statuses.count(status)} {status}" for status in dict.fromkeys(statuses))
     messages = dict.fromkeys(row["message"] for row in rows if row.get("message"))
     return "; ".join([counts, *messages])
-
-
-@contextmanager
-def published(name: str, results: dict, folder: Path) -> Iterator[None]:
-    """However what is inside ends, the table's pages are those of its results."""
-    try:
-        yield
-    finally:
-        if results["rows"]:
-            publish(name, results, folder)
 
 
 def publish(name: str, results: dict, folder: Path) -> None:

@@ -5,9 +5,13 @@ import re
 import pytest
 import torch
 
-from model.gpt2 import GPT2
+from kernels.standard import standard_attention
+from model.gpt2 import GPT2, ModelConfig
 from tests.e2e import train
-from trainer.memory import candidates
+from trainer.config import TrainConfig
+from trainer.distributed import World
+from trainer.memory import candidates, out_of_memory
+from trainer.precision import Compute
 
 pytest_plugins = ["tests.e2e"]
 
@@ -80,3 +84,19 @@ def test_settings_that_are_named_fit_on_the_gpu(workplace):
         train("again", *large, *re.search(r"what fits is (.*)", outcome.err).group(1).split()).ok()
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "own", "remedy"),
+    [
+        ("ddp", "none", "lower train.batch_size or set train.activation_checkpointing=full or set parallel=fsdp"),
+        ("ddp", "full", "lower train.batch_size or set parallel=fsdp"),
+        ("fsdp", "full", "lower train.batch_size"),
+    ],
+)
+def test_one_of_several_processes_names_its_share_and_what_is_left_to_set(parallel, own, remedy):
+    compute = Compute(torch.device("cpu"), torch.float32, World(rank=1, size=2, parallel=parallel))
+    shape = ModelConfig(n_layer=1, n_head=2, n_embd=32, context_length=64, vocab_size=65)
+    told = out_of_memory("no room", GPT2(shape, standard_attention, own), None, compute, TrainConfig(batch_size=8))
+    assert told.startswith("process 1 of 2: out of memory (no room): a GPT-2 of ")
+    assert told.endswith(f"train.batch_size=4, model.context_length=64; {remedy}")
