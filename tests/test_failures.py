@@ -309,7 +309,7 @@ def test_token_file_cut_while_training_loses_no_step(workplace, monkeypatch, spl
 # Forks train.py as often as its first argument says, kills it each time, and lets it finish at last. A kill comes up to
 # 10 ms after one of the next calls of what makes a step, or of a part of writing a checkpoint.
 KILLER = """
-import os, random, signal, sys, time
+import glob, os, random, signal, sys, time
 import torch
 import train
 
@@ -330,8 +330,10 @@ def fork(module, name):
 moments = [(train, "train_step"), (torch, "save"), (os, "fsync"), (os, "replace")]
 for life in range(times):
     pid, calls = fork(*moments[life % len(moments)])
-    for _ in range(random.randint(1, 3) + (life == 0)):  # there is a checkpoint then, for all others to continue
+    for _ in range(random.randint(1, 3) + (life == 0)):
         os.read(calls, 1)
+    while not glob.glob("killed/checkpoints/step-*.pt"):  # for all others to continue
+        time.sleep(0.001)
     time.sleep(random.uniform(0, 0.01))
     os.kill(pid, signal.SIGKILL)
     assert os.waitpid(pid, 0)[1] == signal.SIGKILL, "it had ended"
