@@ -30,6 +30,16 @@ RESULTS = runner.SMOKE_FOLDER / "paper-letters.json"
 LETTERS = [{"letter": letter, "lengths": [1, 2]} for letter in "abc"]
 
 
+@pytest.fixture(autouse=True)
+def terminal():
+    """Signals as a terminal's processes have them: a shell's `&` ignores SIGINT, nohup SIGHUP."""
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture
 def measured(tmp_path, monkeypatch):
     """The letters that were measured, in order; what becomes of each is in `outcomes`."""
