@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from errors import UserError
 from kernels.gelu import gelu_mlp
+from kernels.layer_norm import normalise
 from model.attention import Attention, attend_packed
 from model.loss import cross_entropy
 
@@ -124,17 +125,23 @@ class MLP(nn.Module):
     def forward(self, x: Tensor, keep_output: bool = True) -> Tensor:
         """Of x (B, T, C). Without keep_output the backward pass recomputes GELU's, which is half of what is saved."""
         fc, proj = self.c_fc, self.c_proj
-        x = gelu_mlp(_in_autocast_dtype(x), fc.weight, fc.bias, proj.weight, proj.bias, keep_output)
+        x = gelu_mlp(x, fc.weight, fc.bias, proj.weight, proj.bias, keep_output)
         return self.dropout(x)
+
+
+class LayerNorm(nn.LayerNorm):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x (B, T, C), to be used from then on, and x normalised: see kernels.layer_norm.normalise."""
+        return normalise(x, self.weight, self.bias, self.eps)
 
 
 class Block(nn.Module):
     def __init__(self, config: ModelConfig, attention: Attention, layer: int, activation_checkpointing: str):
         super().__init__()
         self.activation_checkpointing = activation_checkpointing
-        self.ln_1 = nn.LayerNorm(config.n_embd)
+        self.ln_1 = LayerNorm(config.n_embd)
         self.attn = SelfAttention(config, attention, layer)
-        self.ln_2 = nn.LayerNorm(config.n_embd)
+        self.ln_2 = LayerNorm(config.n_embd)
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, cache: KeyValueCache | None, cu_seqlens: Tensor | None) -> Tensor:
@@ -145,8 +152,9 @@ class Block(nn.Module):
         return checkpoint(self._forward, x, cache, cu_seqlens, use_reentrant=False, context_fn=keep)
 
     def _forward(self, x: Tensor, cache: KeyValueCache | None, cu_seqlens: Tensor | None) -> Tensor:
-        x = x + self.attn(self.ln_1(x), cache, cu_seqlens)
-        return x + self.mlp(self.ln_2(x), keep_output=self.activation_checkpointing != "selective")
+        x, normalised = self.ln_1(x)
+        x, normalised = self.ln_2(x + self.attn(normalised, cache, cu_seqlens))
+        return x + self.mlp(normalised, keep_output=self.activation_checkpointing != "selective")
 
 
 class GPT2(nn.Module):

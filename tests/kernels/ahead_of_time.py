@@ -29,6 +29,7 @@ from kernels.fused_softmax import triton_kernels as softmax
 from kernels.fused_softmax.op import LONGEST_ROW
 from kernels.gelu import hopper as hopper_gelu
 from kernels.gelu import triton_kernels as gelu
+from kernels.layer_norm import triton_kernel as layer_norm
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -238,6 +239,12 @@ def others(dtype: str) -> dict:
     rows_of_scores = (data, data, data, "*i32", "*i32", *[size] * 4, fp32[1:], size, fp32[1:]), masks
     constants = {"M": rows, "N": columns, "KEEP_OUTPUT": False} | upcast
     backward = (data, data, data, data, fp32, size, size, size), constants
+    tensors = data, data, data, fp32, fp32, fp32, data, fp32, size, size
+    norms = {}
+    for columns in (768, layer_norm.WIDEST):
+        (m_l, n_l, stages), warps = layer_norm.configuration(columns, DTYPES[dtype])
+        constants_l = {"M": m_l, "N": n_l, "STAGES": stages} | upcast
+        norms[f"layer_norm {columns}"] = layer_norm.layer_norm_gradient_kernel, tensors, constants_l, warps
     step = ("*i64", "*i32", fp32, fp32, *[fp32[1:]] * 7), {"CHUNK": adamw.CHUNK, "ALIGNED": True}
     return {
         "adamw": (adamw.adamw_kernel, *step, adamw.WARPS),
@@ -246,6 +253,7 @@ def others(dtype: str) -> dict:
         "softmax gradient": (softmax.softmax_gradient_kernel, *rows_of_scores, softmax_warps),
         "gelu forward": (gelu.gelu_kernel, *forward, forward_warps),
         "gelu backward": (gelu.gelu_gradient_kernel, *backward, backward_warps),
+        **norms,
     }
 
 
@@ -255,8 +263,9 @@ def compile_others(target: str) -> list[dict]:
     for dtype in DTYPES if target == "sm_90" else ["bf16"]:
         for name, (kernel, types, constants, warps) in others(dtype).items():
             signature = dict(zip(kernel.arg_names, (*types, *["constexpr"] * len(constants)), strict=True))
-            pointers = [i for i, kind in enumerate(types) if kind.startswith("*")]
-            source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in pointers})
+            named = enumerate(signature.items())
+            aligned = [i for i, (argument, kind) in named if kind.startswith("*") or argument == "columns"]
+            source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
             compiled = triton.compile(source, target=TARGETS[target], options={"num_warps": warps})
             rows.append(report(target, compiled, other=f"{name} {dtype}"))
     return rows
