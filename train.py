@@ -179,14 +179,16 @@ def loop(run: Run) -> Path:
         if is_due(state.step, settings.log_interval, settings.max_steps):
             metrics = read_window(run, window) | meter.read()
             window = []
-        if is_due(state.step, settings.eval_interval, settings.max_steps):
-            with meter.excluded():
-                metrics |= evaluate(model, state.model.config, config, compute, run.tokens)
-                if metrics["val/loss"] < state.best_loss:
-                    state.best_loss = metrics["val/loss"]
-                    attempt(run, is_best=True)
-        if metrics:
-            log.log(state.step, state.tokens, metrics)
+        try:
+            if is_due(state.step, settings.eval_interval, settings.max_steps):
+                with meter.excluded():
+                    metrics |= evaluate(model, state.model.config, config, compute, run.tokens)
+                    if metrics["val/loss"] < state.best_loss:
+                        state.best_loss = metrics["val/loss"]
+                        attempt(run, is_best=True)
+        finally:  # an evaluation that fails does not cost what the step itself came to
+            if metrics:
+                log.log(state.step, state.tokens, metrics)
         if is_due(state.step, config.checkpoint.interval, settings.max_steps):
             with meter.excluded():
                 if saved := attempt(run):

@@ -302,6 +302,7 @@ def test_token_file_cut_while_training_loses_no_step(workplace, monkeypatch, spl
     monkeypatch.chdir(workplace)
     Path(f"tokens/{split}.bin").write_bytes(kept)
     saved = re.search(r"The state is saved in (\S+step-\d+\.pt)\.$", sentence).group(1)
+    assert curve("run", *LOSSES[:2])[-1] == curve("whole", *LOSSES[:2])[load(saved)["step"] - 1]
     train("run", f"checkpoint.resume={saved}", "train.max_steps=20", "train.grad_accumulation=2").ok()
     assert curve("run", *LOSSES)[-10:] == curve("whole", *LOSSES)[-10:]
 
