@@ -19,6 +19,7 @@ matplotlib.use("svg")  # draws without a screen
 README = ROOT / "README.md"
 PAPER = "gpt2", "gpt2_context", "gpt3", "io", "memory"  # tables of bench.paper
 RESULTS = ROOT / "bench" / "results"
+TRAINERS = {"ours": "ours", "nanogpt": "nanoGPT", "huggingface": "Hugging Face"}
 COLOURS = {"naive": "#888888", "sdpa": "#1f77b4", "flash2": "#d62728"}
 
 
@@ -101,7 +102,6 @@ def documents_table(results: Path) -> str:
 
 def training_table(results: Path) -> str:
     """Each trainer at its best micro-batch, beside nanoGPT's in the same run and the floor, from bench.training."""
-    names = {"ours": "ours", "nanogpt": "nanoGPT", "huggingface": "Hugging Face"}
     file = read_results(results / "h200" / "training.json")
     rows, where, commits = file["rows"], file["environment"], {}
     lines = [
@@ -118,7 +118,7 @@ def training_table(results: Path) -> str:
             and other["status"] == "ok"
             and (other["trainer"] != "nanogpt" or (other["attention"], other["compiled"]) == ("sdpa", True))
         }
-        how = f"{names[row['trainer']]}, {row['attention']}" + ("" if row["compiled"] else ", not compiled")
+        how = f"{TRAINERS[row['trainer']]}, {row['attention']}" + ("" if row["compiled"] else ", not compiled")
         forgotten = row.get("activation_checkpointing", "none")
         how += "" if forgotten == "none" else f", {forgotten} checkpointing"
         peer, floor = (of_cell.get(name) for name in ("nanogpt", "floor"))
@@ -128,23 +128,33 @@ def training_table(results: Path) -> str:
             f"| {at_least(speed / peer) if peer else '-'} | {at_least(speed / floor) if floor else '-'} "
             f"| {row['peak_gib']:.1f} GiB |"
         )
-        commits.setdefault(row["commit"][:12], {})[f"{row['model']} {row['context_length']:,}"] = None
+        commits.setdefault(row["commit"][:12], {})[cell_of(row)] = None
     measured = "; ".join(f"{', '.join(cells)} at commit {commit}" for commit, cells in commits.items())
     lines += ["", f"One {where['gpu']} (torch {where['torch']}, Triton {where['triton']}): {measured}."]
-    early = dict.fromkeys(f"{row['model']} {row['context_length']:,}" for row in best if "peak_of" not in row)
+    early = dict.fromkeys(cell_of(row) for row in best if "peak_of" not in row)
     if early:
         lines[-1] += f" Memory is the second step's, but that of the first step tried in {', '.join(early)}."
+    lines[-1] += "".join(f" What {cell_of(row)} tells is {row['message']}." for row in best if row["message"])
     return "\n".join([*lines, "", f"{tried(rows)} {first_steps(file)}".strip()])
 
 
+def cell_of(row: dict) -> str:
+    return f"{row['model']} {row['context_length']:,}"
+
+
 def tried(rows: list[dict]) -> str:
-    """The micro-batches among which the best were chosen."""
+    """The micro-batches among which the best were chosen, and which of them there was no memory for."""
     batches = {}
     for row in sorted(rows, key=lambda row: (row["model"], row["context_length"], row["batch_size"])):
         if row["trainer"] != "floor":
-            batches.setdefault(f"{row['model']} {row['context_length']:,}", {})[str(row["batch_size"])] = None
+            batches.setdefault(cell_of(row), {})[str(row["batch_size"])] = None
     texts = (f"{cell}: {', '.join(sizes)}" for cell, sizes in batches.items())
-    return f"Micro-batches tried: {'; '.join(texts)}."
+    lost = [
+        f"{TRAINERS[row['trainer']]}, {row['attention']}, {cell_of(row)} by {row['batch_size']}"
+        for row in rows
+        if row["status"] == "oom"
+    ]
+    return f"Micro-batches tried: {'; '.join(texts)}. Out of memory: {'; '.join(lost) or 'none'}."
 
 
 def first_steps(file: dict) -> str:
