@@ -134,7 +134,8 @@ def training_table(results: Path) -> str:
     early = dict.fromkeys(cell_of(row) for row in best if "peak_of" not in row)
     if early:
         lines[-1] += f" Memory is the second step's, but that of the first step tried in {', '.join(early)}."
-    lines[-1] += "".join(f" What {cell_of(row)} tells is {row['message']}." for row in best if row["message"])
+    told = dict.fromkeys(f" What {cell_of(row)} tells is {row['message']}." for row in best if row["message"])
+    lines[-1] += "".join(told)
     return "\n".join([*lines, "", f"{tried(rows)} {first_steps(file)}".strip()])
 
 

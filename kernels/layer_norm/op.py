@@ -1,8 +1,8 @@
 """LayerNorm (Ba et al., 2016) whose backward pass takes in the gradient of the residual stream, as PyTorch operators.
 
 Forward is left to the compiler, which joins it with the addition before it at the speed of memory. Of the backward pass
-it makes a kernel for the rows, and several for the sums over columns; here it is one, and the addition of both
-gradients of the stream is in it.
+it makes a kernel for the rows, and several for the sums over tokens; here one kernel does both and adds the gradients
+of the stream, and a small one adds what its programs have summed.
 """
 
 import torch
@@ -40,7 +40,7 @@ class _Normalise(torch.autograd.Function):
     def backward(ctx, dstream, dout):
         x, weight, mean, rstd = ctx.saved_tensors
         gradients = dout.contiguous(), dstream.contiguous()
-        dx, dweight, dbias = torch.ops.layer_norm.backward(*gradients, x, weight, mean, rstd)
+        dx, dweight, dbias = torch.ops.layer_norm.backward(*gradients, x, weight.contiguous(), mean, rstd)
         return dx, dweight.to(weight.dtype), dbias.to(ctx.bias_dtype), None
 
 

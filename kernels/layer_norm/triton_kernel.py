@@ -1,7 +1,8 @@
 """LayerNorm's gradient in Triton, by the bandwidth of HBM: each row is read once, and summed by column on the way.
 
 A program takes every P-th tile of M rows, of P programs, and holds what its rows sum to; the programs' sums are added
-in a fixed order afterwards. So that few programs keep HBM busy, they load two tiles ahead of the one at hand.
+in a fixed order afterwards. So that few programs keep HBM busy, they load two tiles ahead of the one at hand, where
+shared memory holds these.
 """
 
 import torch
@@ -64,9 +65,11 @@ def backward(
     programs = min(triton.cdiv(rows, constants[0]), PROGRAMS)
     dx, sums = torch.empty_like(x), torch.empty((programs, 2, columns), device=x.device)
     tensors = dout, dstream, x, weight, mean, rstd, dx, sums
-    key, constants = (x.dtype, weight.dtype), (*constants, x.device.type == "cpu")
-    launch(layer_norm_gradient_kernel, key, programs, tensors, (rows, columns), constants, num_warps=warps)
-    return dx, *sums.sum(0)
+    key, constants = (x.dtype, weight.dtype, x.device), (*constants, x.device.type == "cpu")
+    with torch.cuda.device_of(x):
+        launch(layer_norm_gradient_kernel, key, programs, tensors, (rows, columns), constants, num_warps=warps)
+    dweight, dbias = sums.sum(0)
+    return dx, dweight, dbias.clone()  # results of an operator share no memory
 
 
 def configuration(columns: int, dtype: torch.dtype) -> tuple[tuple[int, int, int], int]:

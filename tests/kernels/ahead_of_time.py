@@ -63,6 +63,7 @@ POINTER_TYPES = {
     "l": "*fp32",
     "m": "*fp32",
 }
+MULTIPLE = "i32 of 16"  # of which Triton knows that it is a multiple, as it finds out where it launches
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -239,12 +240,12 @@ def others(dtype: str) -> dict:
     rows_of_scores = (data, data, data, "*i32", "*i32", *[size] * 4, fp32[1:], size, fp32[1:]), masks
     constants = {"M": rows, "N": columns, "KEEP_OUTPUT": False} | upcast
     backward = (data, data, data, data, fp32, size, size, size), constants
-    tensors = data, data, data, fp32, fp32, fp32, data, fp32, size, size
     norms = {}
-    for columns in (768, layer_norm.WIDEST):
-        (m_l, n_l, stages), warps = layer_norm.configuration(columns, DTYPES[dtype])
+    for width in (768, 1000, layer_norm.WIDEST):
+        (m_l, n_l, stages), warps = layer_norm.configuration(width, DTYPES[dtype])
+        types = data, data, data, fp32, fp32, fp32, data, fp32, size, size if width % 16 else MULTIPLE
         constants_l = {"M": m_l, "N": n_l, "STAGES": stages} | upcast
-        norms[f"layer_norm {columns}"] = layer_norm.layer_norm_gradient_kernel, tensors, constants_l, warps
+        norms[f"layer_norm {width}"] = layer_norm.layer_norm_gradient_kernel, types, constants_l, warps
     step = ("*i64", "*i32", fp32, fp32, *[fp32[1:]] * 7), {"CHUNK": adamw.CHUNK, "ALIGNED": True}
     return {
         "adamw": (adamw.adamw_kernel, *step, adamw.WARPS),
@@ -262,9 +263,9 @@ def compile_others(target: str) -> list[dict]:
     rows = []
     for dtype in DTYPES if target == "sm_90" else ["bf16"]:
         for name, (kernel, types, constants, warps) in others(dtype).items():
-            signature = dict(zip(kernel.arg_names, (*types, *["constexpr"] * len(constants)), strict=True))
-            named = enumerate(signature.items())
-            aligned = [i for i, (argument, kind) in named if kind.startswith("*") or argument == "columns"]
+            kinds = [kind.removesuffix(MULTIPLE[3:]) for kind in types]
+            signature = dict(zip(kernel.arg_names, (*kinds, *["constexpr"] * len(constants)), strict=True))
+            aligned = [i for i, kind in enumerate(types) if kind.startswith("*") or kind == MULTIPLE]
             source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
             compiled = triton.compile(source, target=TARGETS[target], options={"num_warps": warps})
             rows.append(report(target, compiled, other=f"{name} {dtype}"))
