@@ -103,7 +103,8 @@ def pictures(rows: list[dict], where: str) -> dict[str, Figure]:
         for variant in VARIANTS:
             for pass_, line in (("forward", "o-"), ("backward", "o--")):
                 if points := curve(rows, axis, variant, pass_):
-                    exponent = f", slope {slope(points):.2f}" if len(points) > 1 else ""
+                    last = dict(list(points.items())[-2:])
+                    exponent = f", slope {slope(points):.2f}, at the end {slope(last):.2f}" if len(points) > 1 else ""
                     look = {"color": LOOKS[variant][1], "markersize": 4, "label": f"{variant} {pass_}{exponent}"}
                     axes.plot(list(points), list(points.values()), line, **look)
         axes.set(xlabel=name, ylabel="ms")

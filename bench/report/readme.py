@@ -41,7 +41,8 @@ def parity_table(results: Path) -> str:
     lines += [
         "",
         f"GPT-2 124M, context 1024, {steps} steps of 32 x 1024 tokens of Wikipedia from one seed, bf16, compiled; "
-        f"one {where['gpu']} (torch {where['torch'].partition('+')[0]}, Triton {where['triton']}, {where['date']}).",
+        f"one {where['gpu']} (torch {where['torch'].partition('+')[0]}, Triton {where['triton']}, commit "
+        f"{where['commit'][:12]}, {where['date']}).",
     ]
     return "\n".join(lines)
 
@@ -87,8 +88,8 @@ def attention_table(results: Path) -> str:
 
 def documents_table(results: Path) -> str:
     """Speed of training with documents apart beside without, from one run of bench.parity."""
-    rows = read_results(results / "h200" / "document_mask.json")["rows"]
-    by_variant = {row["variant"]: row for row in rows}
+    file = read_results(results / "h200" / "document_mask.json")
+    by_variant = {row["variant"]: row for row in file["rows"]}
     lines = [
         "| attention | tokens/s | with `data.document_mask=true` | validation loss of those |",
         "|---|--:|--:|--:|",
@@ -97,7 +98,7 @@ def documents_table(results: Path) -> str:
         plain, masked = by_variant[name], by_variant[f"{name}:data.document_mask=true"]
         speeds = f"{plain['tokens_per_second']:,.0f} | {masked['tokens_per_second']:,.0f}"
         lines.append(f"| `{name}` | {speeds} | {masked['val_loss']:.4f} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", f"At commit {file['environment']['commit'][:12]}."])
 
 
 def training_table(results: Path) -> str:

@@ -31,7 +31,7 @@ class Table(NamedTuple):
 
 
 def cell(value: object) -> Cell:
-    """A value of a JSON file, numbers to four digits at least."""
+    """A value of a JSON file: numbers to four digits at least, commits to twelve."""
     if value is None:
         return Cell("-")
     if isinstance(value, bool):
@@ -40,7 +40,7 @@ def cell(value: object) -> Cell:
         return Cell(f"{value:,}", value)
     if isinstance(value, float) and math.isfinite(value):
         return Cell(f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}", value)
-    return Cell(str(value))
+    return Cell(str(value)[: 12 if re.fullmatch(r"[0-9a-f]{40}", str(value)) else None])
 
 
 def summary(runs: list[Run]) -> Table:
@@ -58,8 +58,10 @@ def summary(runs: list[Run]) -> Table:
     def show(value: float | None, form: str) -> Cell:
         return Cell("-") if value is None else Cell(form.format(value), value)
 
+    contexts = {run.settings.get("model.context_length") for run in runs}
     columns = {
         "run": lambda run: Cell(run.name),
+        "context": lambda run: Cell(run.settings.get("model.context_length", "-") if len(contexts) > 1 else "-"),
         "steps": lambda run: Cell(steps(run), last(run, "step")),
         "training loss": lambda run: ending(run, "train/loss", "{:.4f}"),
         "validation loss": lambda run: ending(run, "val/loss", "{:.4f}"),

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,11 @@ from bench.report.page import write_page
 from bench.report.runs import read_runs
 from bench.report.tables import read_results
 from tests.bench.report.made_up import save_run
+from tests.e2e import ROOT
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> %{x} &lt;"
 WINDOW = {"width": 1200, "height": 900}
+PAPER = {"width": 680, "height": 1000}  # A4 without its margins
 
 
 def metrics(steps: int, loss: float) -> dict[int, dict]:
@@ -192,12 +195,24 @@ def test_paper_gets_whole_charts_in_black_on_white_without_controls(page):
     colours = page.evaluate("[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]")
     assert colours == ["rgb(0, 0, 0)", "rgb(255, 255, 255)"]
     expect(page.locator("#results table").first).to_be_visible()
-    page.set_viewport_size({"width": 680, "height": 1000})  # A4 without its margins
+    page.set_viewport_size(PAPER)
     for drawing in page.locator(".chart .main-svg").all():
         box, figure = drawing.bounding_box(), drawing.locator("xpath=ancestor::figure").bounding_box()
         assert box["x"] >= figure["x"] and box["x"] + box["width"] <= figure["x"] + figure["width"] + 1 <= 681
         assert box["y"] + box["height"] <= figure["y"] + figure["height"] + 1
-    assert page.evaluate("document.documentElement.scrollWidth") <= 680
+    assert page.evaluate("document.documentElement.scrollWidth") <= PAPER["width"]
+
+
+def test_all_columns_of_the_benchmarks_tables_are_on_paper(browser, tmp_path):
+    """However many, and without breaking a number or a word."""
+    runs = read_runs([str(save_run(tmp_path / "run", metrics(200, 3.0)))])
+    write_page(runs, read_results(str(ROOT / "bench" / "results" / "h200")), tmp_path / "report.html")
+    page = browser.new_page(viewport=PAPER)
+    page.goto((tmp_path / "report.html").as_uri())
+    page.emulate_media(media="print")
+    assert page.evaluate("document.documentElement.scrollWidth") <= PAPER["width"]
+    assert page.locator("td", has_text=re.compile(r"^[0-9a-f]{12}$")).first.bounding_box()["height"] < 30
+    page.close()
 
 
 def test_on_paper_all_is_unfolded_and_afterwards_as_the_reader_had_it(page):
