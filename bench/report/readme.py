@@ -11,7 +11,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from bench import charts
-from bench.paper.text import at_least
+from bench.paper.text import at_least, told_alone
 from bench.results_file import ROOT, read_results
 from errors import UserError
 
@@ -83,7 +83,7 @@ def attention_table(results: Path) -> str:
         both = (f"{cells.get((v, 'forward'), '-')} / {cells.get((v, 'backward'), '-')}" for v in columns)
         lines.append(f"| {head_dim} | {seq_len:,} | {batch} x {heads} | {' | '.join(both)} |")
     versions = f"torch {where['torch']}, Triton {where['triton']}, commit {where['commit'][:12]}"
-    return "\n".join([*lines, "", f"One {where['gpu']} ({versions})."])
+    return "\n".join([*lines, "", f"One {where['gpu']} ({versions}).{told_alone(rows)}"])
 
 
 def documents_table(results: Path) -> str:
