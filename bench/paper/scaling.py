@@ -64,6 +64,12 @@ def slope(points: dict[int, float]) -> float:
     return float(np.polyfit(np.log(list(points)), np.log(list(points.values())), 1)[0])
 
 
+def slopes(points: dict[int, float]) -> tuple[str, str]:
+    """The slope of all points and that of the last two; dashes for fewer."""
+    last = dict(list(points.items())[-2:])
+    return (f"{slope(points):.2f}", f"{slope(last):.2f}") if len(points) > 1 else ("-", "-")
+
+
 def markdown(rows: list[dict]) -> str:
     """Forward milliseconds of both along each axis, and the slopes."""
     parts = []
@@ -71,9 +77,8 @@ def markdown(rows: list[dict]) -> str:
         curves = {(v, p): curve(rows, axis, v, p) for p in ("forward", "backward") for v in VARIANTS}
         values = sorted({x for points in curves.values() for x in points})
         lines = [[f"{x:,}", *(f"{c[x]:.3f}" if x in c else "-" for c in curves.values())] for x in values]
-        for text, part in (("slope", slice(None)), ("slope of the last two", slice(-2, None))):
-            ends = [dict(list(points.items())[part]) for points in curves.values()]
-            lines.append([text, *(f"{slope(c):.2f}" if len(c) > 1 else "-" for c in ends)])
+        both = zip(*map(slopes, curves.values()), strict=True)
+        lines += [[text, *found] for text, found in zip(("slope", "slope of the last two"), both, strict=True)]
         header = [name, *(f"`{v}` {p}" for v, p in curves)]
         parts.append(f"{fixed_text(rows, axis)}\n\n{table(header, lines)}")
     note = (
@@ -103,8 +108,7 @@ def pictures(rows: list[dict], where: str) -> dict[str, Figure]:
         for variant in VARIANTS:
             for pass_, line in (("forward", "o-"), ("backward", "o--")):
                 if points := curve(rows, axis, variant, pass_):
-                    last = dict(list(points.items())[-2:])
-                    exponent = f", slope {slope(points):.2f}, at the end {slope(last):.2f}" if len(points) > 1 else ""
+                    exponent = ", slope {}, at the end {}".format(*slopes(points)) if len(points) > 1 else ""
                     look = {"color": LOOKS[variant][1], "markersize": 4, "label": f"{variant} {pass_}{exponent}"}
                     axes.plot(list(points), list(points.values()), line, **look)
         axes.set(xlabel=name, ylabel="ms")

@@ -5,7 +5,7 @@ loss is the end of the graph, so that its own gradient is a number that scales t
 """
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 from torch.autograd.function import once_differentiable
 
 from kernels.cross_entropy import definition
@@ -17,7 +17,7 @@ CHUNK = 4096, 16384
 5 % of its products' time for the least and 1 % for the most, whose logits are 1.5 GiB for GPT-2's vocabulary in 16
 bits."""
 
-_library = torch.library.Library("cross_entropy", "DEF")
+_library = library.Library("cross_entropy", "DEF")
 _library.define(
     "linear(Tensor hidden, Tensor weight, Tensor targets, int vocab_size, bool gradient) -> (Tensor, Tensor, Tensor)"
 )
@@ -63,19 +63,19 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
 
 
-@torch.library.impl(_library, "linear", "CPU")
+@library.impl(_library, "linear", "CPU")
 def _(hidden, weight, targets, vocab_size, gradient):
     return _linear(hidden, weight, targets, vocab_size, gradient, definition.cross_entropy_)
 
 
-@torch.library.impl(_library, "linear", "CUDA")
+@library.impl(_library, "linear", "CUDA")
 def _(hidden, weight, targets, vocab_size, gradient):
     from kernels.cross_entropy import triton_kernel  # Triton is needed, and installed, only where there is a GPU
 
     return _linear(hidden, weight, targets, vocab_size, gradient, triton_kernel.cross_entropy_)
 
 
-@torch.library.register_fake("cross_entropy::linear")
+@library.register_fake("cross_entropy::linear")
 def _(hidden, weight, targets, vocab_size, gradient):
     total = hidden.new_empty((), dtype=torch.promote_types(hidden.dtype, torch.float32))
     return total, *_gradients(hidden, weight, gradient)

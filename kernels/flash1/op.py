@@ -1,7 +1,7 @@
 """flash1 as one PyTorch operator: Triton kernels on CUDA and ROCm, the tiled PyTorch definition on CPU."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 from torch.autograd.function import once_differentiable
 
 from kernels import dropout
@@ -9,7 +9,7 @@ from kernels.checks import check_inputs, readable
 from kernels.documents import document_bounds
 from kernels.operators import implement
 
-_library = torch.library.Library("flash1", "DEF")
+_library = library.Library("flash1", "DEF")
 _OPTIONS = "Tensor? numbers, Tensor? documents, bool causal, float scale, float dropout_p"
 _INPUTS = "Tensor q, Tensor k, Tensor v"
 _library.define(f"forward({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)")
@@ -19,14 +19,14 @@ _library.define(
 implement(_library, "flash1", ("forward", "backward"))
 
 
-@torch.library.register_fake("flash1::forward")
+@library.register_fake("flash1::forward")
 def _(q, k, v, *options):
     batch, seq_q, heads, _ = q.shape
     l = q.new_empty((batch, heads, seq_q), dtype=torch.promote_types(q.dtype, torch.float32))
     return q.new_empty(q.shape), l, torch.empty_like(l)
 
 
-@torch.library.register_fake("flash1::backward")
+@library.register_fake("flash1::backward")
 def _(dout, q, k, v, *rest):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 

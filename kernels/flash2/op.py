@@ -5,7 +5,7 @@ around them costs about half the host time of `custom_op` with `register_autogra
 """
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
@@ -16,7 +16,7 @@ from kernels.flash2.blocks import BLOCK, HEADER, Listed
 from kernels.flash2.options import Options
 from kernels.operators import implement, implementation
 
-_library = torch.library.Library("flash2", "DEF")
+_library = library.Library("flash2", "DEF")
 _OPTIONS = "Tensor? numbers, Tensor? documents, Tensor? blocks, bool causal, int window, float scale, float dropout_p"
 _SAVED = f"Tensor out, Tensor logsumexp, Tensor? dlogsumexp, bool deterministic, {_OPTIONS}"
 _library.define(f"forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)")
@@ -37,19 +37,19 @@ def _forward(q: Tensor, *args):
     return implementation("flash2", q.device.type).forward(q, *args)
 
 
-@torch.library.register_fake("flash2::forward")
+@library.register_fake("flash2::forward")
 def _(q, k, v, *options):
     batch, seq_q, heads, _ = q.shape
     logsumexp_dtype = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty(q.shape), q.new_empty((batch, heads, seq_q), dtype=logsumexp_dtype)
 
 
-@torch.library.register_fake("flash2::backward")
+@library.register_fake("flash2::backward")
 def _(dout, q, k, v, *rest):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-@torch.library.register_fake("flash2::backward_packed")
+@library.register_fake("flash2::backward_packed")
 def _(dout, qkv, *rest):
     return qkv.new_empty(qkv.shape)
 

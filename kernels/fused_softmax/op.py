@@ -6,7 +6,7 @@ pass. The products are cuBLAS's.
 """
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 from torch.autograd.function import once_differentiable
 
 from kernels import dropout
@@ -16,19 +16,19 @@ from kernels.operators import implement
 
 LONGEST_ROW = 16384  # keys; a row of scores is held on chip, as in Megatron-LM's kernel
 
-_library = torch.library.Library("fused_softmax", "DEF")
+_library = library.Library("fused_softmax", "DEF")
 _OPTIONS = "Tensor? numbers, Tensor? documents, bool causal, float scale, float dropout_p"
 _library.define(f"forward(Tensor scores, {_OPTIONS}) -> (Tensor, Tensor)")
 _library.define(f"backward(Tensor dkept, Tensor probabilities, {_OPTIONS}) -> Tensor")
 implement(_library, "fused_softmax", ("forward", "backward"), gpu_module="triton_kernels")
 
 
-@torch.library.register_fake("fused_softmax::forward")
+@library.register_fake("fused_softmax::forward")
 def _(scores, numbers, documents, causal, scale, dropout_p):
     return torch.empty_like(scores), torch.empty_like(scores) if dropout_p else scores.new_empty(0)
 
 
-@torch.library.register_fake("fused_softmax::backward")
+@library.register_fake("fused_softmax::backward")
 def _(dkept, probabilities, *options):
     return torch.empty_like(probabilities)
 

@@ -2,12 +2,12 @@
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, library
 from torch.autograd.function import once_differentiable
 
 from kernels.operators import implement
 
-_library = torch.library.Library("gelu", "DEF")
+_library = library.Library("gelu", "DEF")
 _library.define("forward(Tensor x, Tensor weight, Tensor bias, bool keep_output) -> (Tensor, Tensor)")
 _library.define("backward(Tensor dout, Tensor weight, Tensor saved, bool keep_output) -> (Tensor, Tensor, Tensor)")
 
@@ -15,13 +15,13 @@ _library.define("backward(Tensor dout, Tensor weight, Tensor saved, bool keep_ou
 implement(_library, "gelu", ("forward", "backward"))
 
 
-@torch.library.register_fake("gelu::forward")
+@library.register_fake("gelu::forward")
 def _(x, weight, bias, keep_output):
     out = x.new_empty((x.shape[0], weight.shape[0]))
     return torch.empty_like(out), out
 
 
-@torch.library.register_fake("gelu::backward")
+@library.register_fake("gelu::backward")
 def _(dout, weight, saved, keep_output):
     sums = saved.new_empty(saved.shape[1], dtype=torch.promote_types(saved.dtype, torch.float32))
     return torch.empty_like(saved), sums, saved.new_empty(0) if keep_output else torch.empty_like(saved)

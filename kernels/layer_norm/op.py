@@ -6,12 +6,12 @@ of the stream, and a small one adds what its programs have summed.
 """
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 from torch.autograd.function import once_differentiable
 
 from kernels.operators import implement
 
-_library = torch.library.Library("layer_norm", "DEF")
+_library = library.Library("layer_norm", "DEF")
 _library.define(
     "backward(Tensor dout, Tensor dstream, Tensor x, Tensor weight, Tensor mean, Tensor rstd)"
     " -> (Tensor, Tensor, Tensor)"
@@ -19,7 +19,7 @@ _library.define(
 implement(_library, "layer_norm", ("backward",), gpu_module="triton_kernel")
 
 
-@torch.library.register_fake("layer_norm::backward")
+@library.register_fake("layer_norm::backward")
 def _(dout, dstream, x, weight, mean, rstd):
     sums = mean.new_empty(x.shape[1])
     return torch.empty_like(x), sums, torch.empty_like(sums)

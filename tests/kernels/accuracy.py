@@ -1,4 +1,5 @@
-"""How accurate an attention is: its error against fp64 beside that of torch's own math attention in the same dtype."""
+"""How accurate an attention is: its error against fp64 beside that of torch's own math attention in the same dtype; and
+whether another kernel's error is that of rounding alone."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -83,3 +84,9 @@ def assert_as_accurate(case: Case, got: tuple[Tensor, ...], inputs: tuple[Tensor
             allowed = 1e-5 * reference.numel() ** 0.5
         assert x.shape == reference.shape and x.dtype == case.dtype, name
         assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}"
+
+
+def is_rounded(found: Tensor, wanted: Tensor, roundings: float = 1) -> bool:
+    """Whether the error of `found` is that of rounding fp64's result so many times, and fp32's on the way."""
+    rounding = (wanted.to(found.dtype).double() - wanted).norm()
+    return bool((found.double() - wanted).norm() <= 1.05 * roundings * rounding + 2e-6 * wanted.norm())

@@ -263,7 +263,7 @@ def compile_others(target: str) -> list[dict]:
     rows = []
     for dtype in DTYPES if target == "sm_90" else ["bf16"]:
         for name, (kernel, types, constants, warps) in others(dtype).items():
-            kinds = [kind.removesuffix(MULTIPLE[3:]) for kind in types]
+            kinds = ["i32" if kind == MULTIPLE else kind for kind in types]
             signature = dict(zip(kernel.arg_names, (*kinds, *["constexpr"] * len(constants)), strict=True))
             aligned = [i for i, kind in enumerate(types) if kind.startswith("*") or kind == MULTIPLE]
             source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})

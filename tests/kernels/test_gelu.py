@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import library
 
 from kernels.gelu import definition, gelu_mlp, launch, triton_kernels
+from tests.kernels.accuracy import is_rounded
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -33,12 +34,6 @@ def gelu_and_slope(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     inputs = x.double().requires_grad_()
     out = F.gelu(inputs, approximate="tanh")
     return out.detach(), torch.autograd.grad(out.sum(), inputs)[0]
-
-
-def is_rounded(found: torch.Tensor, wanted: torch.Tensor, roundings: float = 1) -> bool:
-    """Whether the error of `found` is that of rounding fp64's result so many times, and fp32's on the way."""
-    rounding = (wanted.to(found.dtype).double() - wanted).norm()
-    return bool((found.double() - wanted).norm() <= 1.05 * roundings * rounding + 2e-6 * wanted.norm())
 
 
 def check(implementation, rows: int, columns: int, depth: int, dtype: torch.dtype) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor, library
 
 from kernels import operators
 from kernels.layer_norm import definition, normalise, triton_kernel
-from tests.kernels.test_gelu import is_rounded
+from tests.kernels.accuracy import is_rounded
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
