@@ -130,9 +130,9 @@ class MLP(nn.Module):
 
 
 class LayerNorm(nn.LayerNorm):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x (B, T, C), to be used from then on, and x normalised: see kernels.layer_norm.normalise."""
-        return normalise(x, self.weight, self.bias, self.eps)
+    def forward(self, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x + branch (B, T, C), or x where there is none, and that normalised: see kernels.layer_norm.normalise."""
+        return normalise(x, self.weight, self.bias, self.eps, branch)
 
 
 class Block(nn.Module):
@@ -144,17 +144,25 @@ class Block(nn.Module):
         self.ln_2 = LayerNorm(config.n_embd)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, cache: KeyValueCache | None, cu_seqlens: Tensor | None) -> Tensor:
-        """Forgets its activations where that is asked for and a backward pass may follow."""
-        if self.activation_checkpointing != "full" or not torch.is_grad_enabled():
-            return self._forward(x, cache, cu_seqlens)
-        keep = partial(create_selective_checkpoint_contexts, KEPT)
-        return checkpoint(self._forward, x, cache, cu_seqlens, use_reentrant=False, context_fn=keep)
+    def forward(
+        self, x: Tensor, branch: Tensor | None, cache: KeyValueCache | None, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream, and its last branch, which is still to be added: what normalises the sum adds it.
 
-    def _forward(self, x: Tensor, cache: KeyValueCache | None, cu_seqlens: Tensor | None) -> Tensor:
-        x, normalised = self.ln_1(x)
-        x, normalised = self.ln_2(x + self.attn(normalised, cache, cu_seqlens))
-        return x + self.mlp(normalised, keep_output=self.activation_checkpointing != "selective")
+        Forgets its activations where that is asked for and a backward pass may follow.
+        """
+        if self.activation_checkpointing != "full" or not torch.is_grad_enabled():
+            return self._forward(x, branch, cache, cu_seqlens)
+        keep = partial(create_selective_checkpoint_contexts, KEPT)
+        x = x if branch is None else x + branch  # one tensor to keep instead of two
+        return checkpoint(self._forward, x, None, cache, cu_seqlens, use_reentrant=False, context_fn=keep)
+
+    def _forward(
+        self, x: Tensor, branch: Tensor | None, cache: KeyValueCache | None, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        x, normalised = self.ln_1(x, branch)
+        x, normalised = self.ln_2(x, self.attn(normalised, cache, cu_seqlens))
+        return x, self.mlp(normalised, keep_output=self.activation_checkpointing != "selective")
 
 
 class GPT2(nn.Module):
@@ -201,11 +209,12 @@ class GPT2(nn.Module):
         positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
         # The residual stream is read and written some 4 n_layer times a step: in 16 bits where autocast is on.
         x = self.drop(_in_autocast_dtype(self.wte(tokens) + self.wpe(positions)))
+        branch = None
         for block in self.h:
-            x = block(x, cache, cu_seqlens)
+            x, branch = block(x, branch, cache, cu_seqlens)
         if cache is not None:
             cache.length += tokens.shape[1]
-        x = self.ln_f(x)
+        x = self.ln_f(x + branch)
         if targets is not None:
             return cross_entropy(x, self.wte.weight, targets, self.config.vocab_size)
         return F.linear(x, self.wte.weight)[..., : self.config.vocab_size]

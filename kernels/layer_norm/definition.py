@@ -1,7 +1,22 @@
-"""LayerNorm's gradient by torch's own operator: what the kernel computes, and what a CPU runs."""
+"""The end of a residual branch with LayerNorm, by torch's operators: what the kernels compute, and what a CPU runs."""
 
 import torch
 from torch import Tensor
+
+
+def forward(
+    x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x + branch, which is empty without a branch; LayerNorm of it or of x; and its rows' mean and rstd.
+
+    x and branch (N, C) in one dtype, and so are the first two results; weight and bias (C,) in any. Mean and rstd,
+    which is 1 / sqrt(variance + eps), are (N, 1) in fp32, or in fp64 for such x.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    stream = x.new_empty(0) if branch is None else x + branch
+    rows = (x if branch is None else stream).to(wide)
+    out, mean, rstd = torch.native_layer_norm(rows, x.shape[1:], weight.to(wide), bias.to(wide), eps)
+    return stream, out.to(x.dtype), mean, rstd
 
 
 def backward(

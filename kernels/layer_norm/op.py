@@ -1,8 +1,8 @@
-"""LayerNorm (Ba et al., 2016) whose backward pass takes in the gradient of the residual stream, as PyTorch operators.
+"""The end of a residual branch and the LayerNorm (Ba et al., 2016) after it, as PyTorch operators.
 
-Forward is left to the compiler, which joins it with the addition before it at the speed of memory. Of the backward pass
-it makes a kernel for the rows, and several for the sums over tokens; here one kernel does both and adds the gradients
-of the stream, and a small one adds what its programs have summed.
+A kernel adds the branch and normalises the sum. In the backward pass another takes in the gradient of the residual
+stream, adds LayerNorm's, and sums those of weight and bias over tokens on the way. The compiler's own kernels read rows
+of more than 1024 columns twice, and need several for the sums.
 """
 
 import torch
@@ -13,10 +13,20 @@ from kernels.operators import implement
 
 _library = library.Library("layer_norm", "DEF")
 _library.define(
+    "forward(Tensor x, Tensor? branch, Tensor weight, Tensor bias, float eps) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+_library.define(
     "backward(Tensor dout, Tensor dstream, Tensor x, Tensor weight, Tensor mean, Tensor rstd)"
     " -> (Tensor, Tensor, Tensor)"
 )
-implement(_library, "layer_norm", ("backward",), gpu_module="triton_kernel")
+implement(_library, "layer_norm", ("forward", "backward"), gpu_module="triton_kernels")
+
+
+@library.register_fake("layer_norm::forward")
+def _(x, branch, weight, bias, eps):
+    stream = x.new_empty(0) if branch is None else torch.empty_like(x)
+    mean = x.new_empty((x.shape[0], 1), dtype=torch.promote_types(x.dtype, torch.float32))
+    return stream, torch.empty_like(x), mean, torch.empty_like(mean)
 
 
 @library.register_fake("layer_norm::backward")
@@ -27,29 +37,33 @@ def _(dout, dstream, x, weight, mean, rstd):
 
 class _Normalise(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, eps):
-        wide = torch.promote_types(x.dtype, torch.float32)
-        affine = weight.to(wide), bias.to(wide)
-        out, mean, rstd = torch.native_layer_norm(x.to(wide), x.shape[1:], *affine, eps)
-        ctx.save_for_backward(x, weight, mean, rstd)
-        ctx.bias_dtype = bias.dtype
-        return x.view_as(x), out.to(x.dtype)
+    def forward(ctx, x, branch, weight, bias, eps):
+        stream, out, mean, rstd = torch.ops.layer_norm.forward(x, branch, weight, bias, eps)
+        stream = x.view_as(x) if branch is None else stream
+        ctx.save_for_backward(stream, weight, mean, rstd)
+        ctx.has_branch, ctx.bias_dtype = branch is not None, bias.dtype
+        return stream, out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dstream, dout):
-        x, weight, mean, rstd = ctx.saved_tensors
-        gradients = dout.contiguous(), dstream.contiguous()
-        dx, dweight, dbias = torch.ops.layer_norm.backward(*gradients, x, weight.contiguous(), mean, rstd)
-        return dx, dweight.to(weight.dtype), dbias.to(ctx.bias_dtype), None
+        gradients, saved = (dout.contiguous(), dstream.contiguous()), ctx.saved_tensors
+        dx, dweight, dbias = torch.ops.layer_norm.backward(*gradients, *saved)
+        return dx, dx if ctx.has_branch else None, dweight.to(saved[1].dtype), dbias.to(ctx.bias_dtype), None
 
 
-def normalise(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x as it is, and layer_norm(x) weight + bias over its last dimension, both (..., C) in x's dtype.
+def normalise(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, branch: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """x + branch, and layer_norm(x + branch) weight + bias over the last dimension, both (..., C) in x's dtype.
 
-    The first is to be used in x's place from then on: its gradient and LayerNorm's are added in one kernel. x (..., C),
-    weight and bias (C,), in floating dtypes; computed in fp32, or fp64 for such x, autocast or not.
+    The first is to be used in x's place from then on: its gradient and LayerNorm's are added in one kernel. Without a
+    branch it is x. x and branch (..., C), weight and bias (C,), in floating dtypes; computed in fp32, or fp64 for such
+    x, autocast or not. What is normalised is the sum as it is rounded.
     """
+    rows = x.contiguous().flatten(0, -2)
+    if branch is not None:
+        branch = branch.to(x.dtype).contiguous().flatten(0, -2)
     with torch.autocast(x.device.type, enabled=False):
-        stream, out = _Normalise.apply(x.contiguous().flatten(0, -2), weight, bias, eps)
+        stream, out = _Normalise.apply(rows, branch, weight.contiguous(), bias.contiguous(), eps)
     return stream.view(x.shape), out.view(x.shape)

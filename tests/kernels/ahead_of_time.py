@@ -29,7 +29,7 @@ from kernels.fused_softmax import triton_kernels as softmax
 from kernels.fused_softmax.op import LONGEST_ROW
 from kernels.gelu import hopper as hopper_gelu
 from kernels.gelu import triton_kernels as gelu
-from kernels.layer_norm import triton_kernel as layer_norm
+from kernels.layer_norm import triton_kernels as layer_norm
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -242,10 +242,14 @@ def others(dtype: str) -> dict:
     backward = (data, data, data, data, fp32, size, size, size), constants
     norms = {}
     for width in (768, 1000, layer_norm.WIDEST):
+        columns_l = size if width % 16 else MULTIPLE
+        m_l, n_l, warps = layer_norm.forward_tile(width)
+        types = data, data, fp32, fp32, data, data, fp32, fp32, size, columns_l, fp32[1:]
+        norms[f"layer_norm {width}"] = layer_norm.layer_norm_kernel, types, {"M": m_l, "N": n_l} | upcast, warps
         (m_l, n_l, stages), warps = layer_norm.configuration(width, DTYPES[dtype])
-        types = data, data, data, fp32, fp32, fp32, data, fp32, size, size if width % 16 else MULTIPLE
+        types = data, data, data, fp32, fp32, fp32, data, fp32, size, columns_l
         constants_l = {"M": m_l, "N": n_l, "STAGES": stages} | upcast
-        norms[f"layer_norm {width}"] = layer_norm.layer_norm_gradient_kernel, types, constants_l, warps
+        norms[f"layer_norm gradient {width}"] = layer_norm.layer_norm_gradient_kernel, types, constants_l, warps
     step = ("*i64", "*i32", fp32, fp32, *[fp32[1:]] * 7), {"CHUNK": adamw.CHUNK, "ALIGNED": True}
     return {
         "adamw": (adamw.adamw_kernel, *step, adamw.WARPS),
