@@ -1,6 +1,8 @@
 """How the steps of trainers are measured: each at the micro-batches of a cell, then the best of all in turn."""
 
+import math
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -90,10 +92,15 @@ def search(cell: Cell, trainer: Trainer, build: Callable[[], Job], gpu: Gpu) -> 
     return rows, best
 
 
-def alternate(cell: Cell, contenders: list[Contender], rounds: int, gpu: Gpu) -> None:
-    """Times the contenders in turn, several steps a sample, and completes their rows with the medians."""
+def alternate(cell: Cell, contenders: list[Contender], rounds: int, gpu: Gpu, until: float = math.inf) -> None:
+    """Times the contenders in turn, several steps a sample, and completes their rows with the medians.
+
+    After the first, no round is begun once the time `until`, of time.monotonic(), is over.
+    """
     timed = [contender for contender in contenders if contender.steps]
-    for _ in range(rounds):
+    for number in range(rounds):
+        if number and time.monotonic() > until:
+            break
         for contender in timed:
             if contender.row["status"] == "ok":
                 step = partial(contender.job.step, contender.row["batch_size"])

@@ -58,8 +58,8 @@ LAST_OF_NAIVE = "gpt2_8k", "gpt2_16k"  # around the longest context that its mat
 LONGEST_FLOOR = 8192  # tokens of context; beyond, the floor is attention
 
 
-def measure(cell: Cell, arguments: argparse.Namespace, gpu: Gpu) -> list[dict]:
-    """The rows of a cell."""
+def measure(cell: Cell, arguments: argparse.Namespace, gpu: Gpu, until: float) -> list[dict]:
+    """The rows of a cell; see alternate for `until`."""
     rows, contenders = [], []
     for trainer in chosen_trainers(arguments, cell):
         build = partial(builder(trainer, arguments), cell, trainer, gpu.device)
@@ -69,7 +69,7 @@ def measure(cell: Cell, arguments: argparse.Namespace, gpu: Gpu) -> list[dict]:
         print(f"  {trainer}: " + ", ".join(map(text_of, new)), flush=True)
     best_of_ours = next((row for row in rows if row["best"] and row["trainer"] == "ours"), None)
     parts = floor_parts(cell, best_of_ours, arguments, gpu)
-    alternate(cell, [*contenders, *parts.values()], arguments.rounds, gpu)
+    alternate(cell, [*contenders, *parts.values()], arguments.rounds, gpu, until)
     for contender in (*contenders, *parts.values()):
         if contender.row["status"] != "ok":
             print(f"  {contender.row['trainer']}, timed in turn: {text_of(contender.row)}", flush=True)
@@ -249,7 +249,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--first-step", action="store_true", help="also gpt2's first step with a cold and a warm compile cache")
     add("--no-floor", action="store_true", help="without the floor")
     add("--fa3-library", type=Path, help="FlashAttention-3 for the floor, as a bare library (FA3_LIBRARY)")
-    add("--budget-seconds", type=float, default=3600, help="no cell is begun after so long (3600)")
+    help_ = "no cell is begun after so long, nor a round but a cell's first (3600)"
+    add("--budget-seconds", type=float, default=3600, help=help_)
     add("--gpu", help="folder under bench/results; by default made of the device's name")
     add("--out", type=output_file, help="file to write; part of the cells is written only if this is given")
     add(
@@ -277,17 +278,18 @@ def run(arguments: argparse.Namespace) -> None:
     torch._dynamo.config.recompile_limit = 64
     results = begin(out, arguments.add, empty_row(cells[0], TRAINERS[0], 1))
     gpu, started = Gpu(), time.monotonic()
+    until = started + arguments.budget_seconds
     gpu.wake()
     if arguments.first_step:
         seconds = first_steps()
         print("first step of gpt2: " + ", ".join(f"{k} cache {v:.1f} s" for k, v in seconds.items()))
         results["first_step_s"] = seconds | {"commit": results["environment"]["commit"]}
     for number, cell in enumerate(cells):
-        if time.monotonic() - started > arguments.budget_seconds:
+        if time.monotonic() > until:
             print(f"--budget-seconds are spent; skipped: {', '.join(c.name for c in cells[number:])}")
             break
         print(f"{cell.name} ({time.monotonic() - started:.0f} s)", flush=True)
-        new = [row | {"commit": results["environment"]["commit"]} for row in measure(cell, arguments, gpu)]
+        new = [row | {"commit": results["environment"]["commit"]} for row in measure(cell, arguments, gpu, until)]
         results["rows"] = [row for row in results["rows"] if not is_of(row, cell)] + new
         print(f"  {ratios(new)}", flush=True)
         if out:

@@ -108,6 +108,12 @@ def test_contenders_are_timed_in_turn_each_alone(cell):
     assert jobs[0].log == jobs[1].log == ["resume", 2, "park"] * 3
 
 
+def test_no_second_round_is_begun_when_time_is_over(cell):
+    contender = steps.Contender(tried(cell), Job(), 3)
+    steps.alternate(cell, [contender], rounds=3, gpu=Stopwatch([5.0]), until=0)
+    assert contender.row["samples"] == [5.0] and contender.row["ms"] == 5
+
+
 def test_a_trainer_that_fails_when_it_is_timed_in_turn_does_not_end_the_others(cell):
     """It gives its memory back, has no more turns, and its row tells."""
     jobs = [Job(fails_at=2), Job()]
@@ -308,7 +314,7 @@ def measured(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
 
-    def measure(cell, arguments, gpu):
+    def measure(cell, arguments, gpu, until):
         if cell.context_length == 8192:
             raise KeyboardInterrupt
         return [steps.empty_row(cell, EAGER["ours"], 1) | {"status": "ok", "best": False}]
