@@ -119,7 +119,7 @@ def training_table(results: Path) -> str:
             and other["status"] == "ok"
             and (other["trainer"] != "nanogpt" or (other["attention"], other["compiled"]) == ("sdpa", True))
         }
-        how = f"{TRAINERS[row['trainer']]}, {row['attention']}" + ("" if row["compiled"] else ", not compiled")
+        how = trainer_of(row)
         forgotten = row.get("activation_checkpointing", "none")
         how += "" if forgotten == "none" else f", {forgotten} checkpointing"
         peer, floor = (of_cell.get(name) for name in ("nanogpt", "floor"))
@@ -140,6 +140,10 @@ def training_table(results: Path) -> str:
     return "\n".join([*lines, "", f"{tried(rows)} {first_steps(file)}".strip()])
 
 
+def trainer_of(row: dict) -> str:
+    return f"{TRAINERS[row['trainer']]}, {row['attention']}" + ("" if row["compiled"] else ", not compiled")
+
+
 def cell_of(row: dict) -> str:
     return f"{row['model']} {row['context_length']:,}"
 
@@ -151,11 +155,7 @@ def tried(rows: list[dict]) -> str:
         if row["trainer"] != "floor":
             batches.setdefault(cell_of(row), {})[str(row["batch_size"])] = None
     texts = (f"{cell}: {', '.join(sizes)}" for cell, sizes in batches.items())
-    lost = [
-        f"{TRAINERS[row['trainer']]}, {row['attention']}, {cell_of(row)} by {row['batch_size']}"
-        for row in rows
-        if row["status"] == "oom"
-    ]
+    lost = [f"{trainer_of(row)}, {cell_of(row)} by {row['batch_size']}" for row in rows if row["status"] == "oom"]
     return f"Micro-batches tried: {'; '.join(texts)}. Out of memory: {'; '.join(lost) or 'none'}."
 
 
