@@ -24,7 +24,7 @@ from bench.variants import bind, draw
 
 METRICS = "dram__bytes_read.sum", "dram__bytes_write.sum"
 MARK = "spin_kernel"  # torch.cuda._sleep's, which moves nothing
-Bytes = dict[tuple[str, str], tuple[int, int]]
+Bytes = dict[tuple[str, bool, str], tuple[int, int]]
 SETTINGS = ["--csv", "--profile-from-start=off", "--print-units=base", "--cache-control=none", "--clock-control=none"]
 
 
@@ -32,16 +32,16 @@ class NotMeasured(Exception):
     """Why the counters could not be read."""
 
 
-def hbm_bytes(shapes: dict[str, Cell], passes: Sequence[str], seconds: int) -> Bytes:
-    """Bytes read and written by one call of each attention, on its shape, and pass, by (variant, pass).
+def hbm_bytes(attentions: Sequence[tuple[str, Cell]], passes: Sequence[str], seconds: int) -> Bytes:
+    """Bytes read and written by one call of each variant, on its shape, and pass, by (variant, causal, pass).
 
     Raises:
         NotMeasured: ncu is not there, or may not read the counters, or a call failed.
     """
     if not shutil.which("ncu"):
         raise NotMeasured("ncu not found")
-    calls = list(product(shapes, passes))
-    given = [(asdict(shapes[variant]), variant, pass_) for variant, pass_ in calls]
+    calls = list(product(attentions, passes))
+    given = [(asdict(shape), variant, pass_) for (variant, shape), pass_ in calls]
     profiled = [sys.executable, "-m", "bench.paper.counters", json.dumps(given), str(time.time() + seconds)]
     command = ["ncu", *SETTINGS, "--metrics", ",".join(METRICS), *profiled]
     try:
@@ -50,7 +50,8 @@ def hbm_bytes(shapes: dict[str, Cell], passes: Sequence[str], seconds: int) -> B
         raise NotMeasured(f"ncu took more than {seconds} s") from None
     if ended.returncode:
         raise NotMeasured(reason(ended.stdout + ended.stderr))
-    return dict(zip(calls, totals(ended.stdout), strict=True))
+    keys = [(variant, shape.causal, pass_) for (variant, shape), pass_ in calls]
+    return dict(zip(keys, totals(ended.stdout), strict=True))
 
 
 def totals(output: str) -> list[tuple[int, int]]:

@@ -3,11 +3,12 @@
 The papers count what an algorithm moves between HBM and an on-chip memory of M bytes (FlashAttention, theorem 2 and
 theorem 5). The second count is of the code here: every load and store of its kernels at the tiles they run with, read
 by read, as if no cache were between. Caches are: what many programs read at about the same time comes from HBM once, so
-that the counters may say less. Without dropout, and without a mask but for block_sparse and local, which are causal.
+that the counters may say less. Without dropout, and without a mask but for block_sparse and local, which are causal,
+and flash2 once more beside them.
 
 Everything is of one head: n tokens, d its size; 2 bytes an element. Statistics, and what is kept in fp32, are 4 bytes
-in the count of the code, while the papers count elements alone. Of the n^2 pairs block_sparse and local compute only
-some: a `share` of them by tiles, those that have a pair that is seen.
+in the count of the code, while the papers count elements alone. Of the n^2 pairs causal attentions compute only some: a
+`share` of them by tiles, those that have a pair that is seen.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,6 +35,7 @@ from model.attention import read_pattern
 TITLE = "Bytes to and from HBM"
 DENSE = "naive", "fused_softmax", "flash1", "sdpa_flash", "flash2"
 SPARSE = "block_sparse", "local"  # under a causal mask, without which a window is not defined
+CAUSAL = "flash2", *SPARSE
 PASSES = "forward", "backward"
 HEAD_DIM = 64
 # FlashAttention's figure 2 has the first: GPT-2 medium's heads at a batch of 64.
@@ -98,8 +100,8 @@ def flash1_keys(d: int) -> tuple[int, int]:
     return forward.n, backward.n
 
 
-def flash2_moves(n: int, d: int, arch: str) -> Bytes:
-    """kernels/flash2 at the tiles it runs with.
+def flash2_moves(n: int, d: int, arch: str, causal: bool) -> Bytes:
+    """kernels/flash2 at the tiles it runs with; under a causal mask it skips those that have no pair that is seen.
 
     Forward, each of ceil(n / B_r) programs reads its part of Q and all of K and V, and writes its part of O and the
     logsumexp. Backward by the plain kernels: O and dO give delta; each of ceil(n / B_c) programs reads its part of K
@@ -107,14 +109,16 @@ def flash2_moves(n: int, d: int, arch: str) -> Bytes:
     and V for dQ. The kernel of Hopper adds dQ up in fp32 instead: zeroed, for each key tile read and written, and
     at last read and rounded.
     """
-    row, stats = 2 * n * d, 4 * n
-    plain = plain_moves(n, d, tiles_for(arch, d, torch.bfloat16, False, length_bucket(n)), lambda m, n: 1.0)
-    fused = specialised_for("backward", d, False, length_bucket(n)) if arch == "sm_90" else None
+    row, stats, bucket = 2 * n * d, 4 * n, length_bucket(n)
+    share = partial(share_of, "flash2", n) if causal else lambda m, n: 1.0
+    plain = plain_moves(n, d, tiles_for(arch, d, torch.bfloat16, causal, bucket), share)
+    fused = specialised_for("backward", d, causal, bucket) if arch == "sm_90" else None
     if not fused:
         return plain
     prepare = 2 * row + stats + 2 * stats + 2 * row  # O, dO, logsumexp; both statistics and zeros in fp32
-    backward = prepare + 4 * row + ceil(n / fused.n) * (2 * row + 2 * stats + 4 * row) + 3 * row
-    return plain | {"backward": backward}
+    key_tiles = share(fused.m, fused.n) * ceil(n / fused.n)
+    backward = prepare + 4 * row + key_tiles * (2 * row + 2 * stats + 4 * row) + 3 * row
+    return plain | {"backward": round(backward)}
 
 
 def plain_moves(n: int, d: int, tiles: Tiles, share: Callable[[int, int], float]) -> Bytes:
@@ -130,15 +134,18 @@ def plain_moves(n: int, d: int, tiles: Tiles, share: Callable[[int, int], float]
 
 @cache
 def seen_by(variant: str, n: int) -> Tensor:
-    """(n, n) boolean: the keys that each query of block_sparse or local sees, as conf/attention has them."""
+    """(n, n) boolean: the keys that each query of a causal attention sees, as conf/attention has it."""
     config, i = settings(variant), torch.arange(n)
+    seen = i[:, None] >= i
     if variant == "block_sparse":
-        return read_pattern(config.pattern, n)[i[:, None] // BLOCK, i // BLOCK] & (i[:, None] >= i)
-    return (i[:, None] >= i) & (i[:, None] - i < config.window)
+        seen &= read_pattern(config.pattern, n)[i[:, None] // BLOCK, i // BLOCK]
+    elif variant == "local":
+        seen &= i[:, None] - i < config.window
+    return seen
 
 
 def share_of(variant: str, n: int, tile_m: int, tile_n: int) -> float:
-    """How many of the tiles block_sparse or local computes; the former by its blocks, whatever the tiles are."""
+    """Of all tiles those that a causal attention computes: block_sparse by its blocks, whatever the tiles are."""
     m, k = (BLOCK, BLOCK) if variant == "block_sparse" else (tile_m, tile_n)
     tiles = torch.zeros(ceil(n / m), ceil(n / k))
     queries, keys = seen_by(variant, n).nonzero(as_tuple=True)
@@ -161,13 +168,13 @@ def sparse_moves(variant: str, n: int, d: int, arch: str) -> Bytes:
     return moved
 
 
-def moves(variant: str, n: int, d: int, arch: str) -> Bytes | None:
+def moves(variant: str, causal: bool, n: int, d: int, arch: str) -> Bytes | None:
     """What our code loads and stores; None of torch's."""
     counts = {
         "naive": lambda: naive_moves(n, d),
         "fused_softmax": lambda: standard(n, d),
         "flash1": lambda: flash1_moves(n, d, *flash1_keys(d)),
-        "flash2": lambda: flash2_moves(n, d, arch),
+        "flash2": lambda: flash2_moves(n, d, arch, causal),
         **{name: partial(sparse_moves, name, n, d, arch) for name in SPARSE},
     }
     return counts[variant]() if variant in counts else None
@@ -183,39 +190,44 @@ def measure(cell: dict, gpu: Gpu, config: PaperConfig) -> Iterator[dict]:
     on_gpu, n, rows = gpu.device == "cuda", cell["seq_len"], cell["batch"] * cell["heads"]
     arch = "sm_{}{}".format(*torch.cuda.get_device_capability()) if on_gpu else "sm_90"
     m = torch.cuda.get_device_properties().shared_memory_per_multiprocessor if on_gpu else TYPICAL_M
-    shapes = {name: Cell("io", **cell, head_dim=HEAD_DIM, causal=name in SPARSE) for name in (*DENSE, *SPARSE)}
-    counted_by_gpu = counters(shapes, config)
-    for row in timed(shapes, gpu, config):
-        variant, pass_ = row["variant"], row["pass"]
+    full, causal = (Cell("io", **cell, head_dim=HEAD_DIM, causal=masked) for masked in (False, True))
+    counted_by_gpu = counters([*((name, full) for name in DENSE), *((name, causal) for name in CAUSAL)], config)
+    for row in timed(full, causal, gpu, config):
+        variant, masked, pass_ = row["variant"], row["causal"], row["pass"]
         if pass_ in PASSES:
-            share = share_of(variant, n, BLOCK, BLOCK) if variant in SPARSE else 1.0
+            share = share_of(variant, n, BLOCK, BLOCK) if masked else 1.0
             paper = standard(n, HEAD_DIM) if variant in ("naive", "fused_softmax") else flash(n, HEAD_DIM, m, share)
-            counted = moves(variant, n, HEAD_DIM, arch)
+            counted = moves(variant, masked, n, HEAD_DIM, arch)
             counts = {"paper_bytes": rows * paper[pass_], "counted_bytes": rows * counted[pass_] if counted else None}
             row["tflops"] = None if variant in SPARSE else row["tflops"]  # it counts all pairs
-            yield row | counts | {"share": share, "sram_bytes": m} | counted_by_gpu(variant, pass_)
+            yield row | counts | {"share": share, "sram_bytes": m} | counted_by_gpu(variant, masked, pass_)
 
 
-def timed(shapes: dict[str, Cell], gpu: Gpu, config: PaperConfig) -> Iterator[dict]:
-    """The rows of bench.attention: of those that see the same keys together, and of each that leaves some out alone."""
-    for names in (DENSE, *((name,) for name in SPARSE)):
-        shape, attentions = shapes[names[0]], {name: attend(name, config) for name in names}
+def timed(full: Cell, causal: Cell, gpu: Gpu, config: PaperConfig) -> Iterator[dict]:
+    """The rows of bench.attention: of those that see all keys together, and of each causal one alone."""
+    for shape, names in ((full, DENSE), *((causal, (name,)) for name in CAUSAL)):
+        attentions = {name: attend(name, config) for name in names}
         seen = seen_by(names[0], shape.seq_len) if names[0] in SPARSE else None
         yield from measure_attention(shape, attentions, gpu, ROUNDS[config.size], seen)
 
 
-def counters(shapes: dict[str, Cell], config: PaperConfig) -> Callable[[str, str], dict]:
-    """What the counters say of an attention and a pass, or why they say nothing."""
+def counters(attentions: list[tuple[str, Cell]], config: PaperConfig) -> Callable[[str, bool, str], dict]:
+    """What the counters say of an attention, causal or not, and a pass, or why they say nothing."""
     try:
-        measured, reason = hbm_bytes(shapes, PASSES, config.timeout_s // 2), None
+        measured, reason = hbm_bytes(attentions, PASSES, config.timeout_s // 2), None
     except NotMeasured as error:
         measured, reason = {}, str(error)
 
-    def of(variant: str, pass_: str) -> dict:
-        read, written = measured.get((variant, pass_), (None, None))
+    def of(variant: str, causal: bool, pass_: str) -> dict:
+        read, written = measured.get((variant, causal, pass_), (None, None))
         return {"read_bytes": read, "written_bytes": written, "not_measured": reason}
 
     return of
+
+
+def label(row: dict, quote: str = "") -> str:
+    """What table and picture call the row's attention."""
+    return f"{quote}{row['variant']}{quote}{', causal' if row['causal'] else ''}"
 
 
 def markdown(rows: list[dict]) -> str:
@@ -226,7 +238,7 @@ def markdown(rows: list[dict]) -> str:
         time = f"{row['ms']:.3f}" if row["status"] == "ok" else row["status"].upper()
         counts = [gigabytes(row[key]) for key in ("paper_bytes", "counted_bytes", "read_bytes", "written_bytes")]
         lines.append(
-            [f"`{row['variant']}`", row["pass"], f"{row['batch']} x {row['heads']} x {row['seq_len']:,}", *counts, time]
+            [label(row, "`"), row["pass"], f"{row['batch']} x {row['heads']} x {row['seq_len']:,}", *counts, time]
         )
     header = (
         "attention",
@@ -242,7 +254,7 @@ def markdown(rows: list[dict]) -> str:
     unmeasured = f" (not measured: {reasons})" if reasons else ""
     m = next((f"M = {row['sram_bytes'] / 1024:.0f} KiB" for row in counted), "")
     return (
-        f"{table(header, lines, left=2)}\n\nGB are 10^9 bytes; heads of {HEAD_DIM} in bf16, no mask{sparse(counted)}. "
+        f"{table(header, lines, left=2)}\n\nGB are 10^9 bytes; heads of {HEAD_DIM} in bf16, no mask{masked(counted)}. "
         "`naive` is kernels/standard.py, not compiled: an operation a kernel, S and dP in fp32. "
         f"The paper's formulas are those of standard attention and of FlashAttention with {m} of shared memory; loads "
         "and stores are those of the kernels at their tiles, as if no cache were between; read and written is what the "
@@ -252,13 +264,12 @@ def markdown(rows: list[dict]) -> str:
     )
 
 
-def sparse(rows: list[dict]) -> str:
-    """What the attentions see that leave pairs out, in words."""
-    shares = {(row["variant"], row["seq_len"]): row["share"] for row in rows if row["variant"] in SPARSE}
-    texts = [f"`{name}` at {n:,} {share:.1%}" for (name, n), share in shares.items()]
-    names = " and ".join(f"`{name}`" for name in SPARSE)
-    what = f"are causal, and compute of all blocks of {BLOCK} x {BLOCK} a part: {', '.join(texts)}"
-    return f"; but {names} {what}" if texts else ""
+def masked(rows: list[dict]) -> str:
+    """What the causal attentions compute, in words."""
+    shares = {(row["variant"], row["seq_len"]): row["share"] for row in rows if row["causal"]}
+    texts = [f"{share:.1%} by `{name}` at {n:,}" for (name, n), share in shares.items()]
+    what = f" but where it says causal: there, of all blocks of {BLOCK} x {BLOCK}, are computed "
+    return what + ", ".join(texts) if texts else ""
 
 
 def gigabytes(count: int | None) -> str:
@@ -276,8 +287,7 @@ def pictures(rows: list[dict], where: str) -> dict[str, Figure]:
         for i, (text, keys) in enumerate(BARS.items()):
             heights = [sum(row[key] or 0 for key in keys) / 1e9 for row in shown]
             axes.bar([j + (i - 1) * 0.27 for j in range(len(shown))], heights, 0.27, label=text)
-        names = [f"{row['variant']}{' (causal)' if row['variant'] in SPARSE else ''}" for row in shown]
-        axes.set_xticks(range(len(shown)), names, rotation=30, ha="right")
+        axes.set_xticks(range(len(shown)), [label(row) for row in shown], rotation=30, ha="right")
         axes.set(ylabel="GB", title=f"{pass_}, {length:,} tokens, {where}")
         times = axes.twinx()
         times.plot([row["ms"] or float("nan") for row in shown], "D", color="black", label="ms")

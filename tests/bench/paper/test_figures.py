@@ -176,15 +176,17 @@ def test_flash2_moves_keys_for_each_tile_of_queries(monkeypatch):
     and dV 128; four tiles of queries read K and V, and all Q, dO, dQ and both statistics 160."""
     monkeypatch.setattr(io, "tiles_for", lambda *kind: Tiles(Tile(4, 4, 4, 1), Tile(2, 4, 4, 1), Tile(2, 8, 4, 1)))
     forward, backward = 2 * 64 + 64 + 32, (64 + 32) + (2 * 128 + 128) + (4 * 64 + 160)
-    assert io.flash2_moves(8, 2, "sm_80") == {"forward": forward, "backward": backward}
+    assert io.flash2_moves(8, 2, "sm_80", causal=False) == {"forward": forward, "backward": backward}
 
 
 def test_flash2_on_hopper_adds_up_dq_for_each_tile_of_keys(monkeypatch):
     """The same, but by two tiles of keys: Q, dO, both statistics, dQ in fp32 read and written, 256; before, O, dO and
     the logsumexp are read, and both statistics and 64 of zeros written; K, V, dK and dV; and dQ is rounded, 96."""
-    monkeypatch.setattr(io, "specialised_for", lambda *kind: SimpleNamespace(n=4))
+    monkeypatch.setattr(io, "specialised_for", lambda *kind: SimpleNamespace(m=2, n=4))
     before = 64 + 32 + 64 + 64
-    assert io.flash2_moves(8, 2, "sm_90")["backward"] == before + 128 + 2 * (64 + 64 + 128) + 96
+    assert io.flash2_moves(8, 2, "sm_90", causal=False)["backward"] == before + 128 + 2 * (64 + 64 + 128) + 96
+    causal = io.flash2_moves(8, 2, "sm_90", causal=True)["backward"]
+    assert causal == before + 128 + 6 / 8 * 2 * (64 + 64 + 128) + 96, "two of four tiles of queries see no key above 3"
 
 
 def test_what_is_left_out_is_not_moved(monkeypatch):
@@ -240,8 +242,8 @@ def ncu(monkeypatch, output, status=0):
 
 def test_the_counters_of_all_kernels_of_a_call_are_added(monkeypatch):
     ncu(monkeypatch, NCU)
-    found = counters.hbm_bytes({"flash2": TINY}, ["forward", "backward"], 1)
-    assert found == {("flash2", "forward"): (1000, 20), ("flash2", "backward"): (305, 5)}
+    found = counters.hbm_bytes([("flash2", TINY)], ["forward", "backward"], 1)
+    assert found == {("flash2", True, "forward"): (1000, 20), ("flash2", True, "backward"): (305, 5)}
 
 
 @pytest.mark.parametrize(
@@ -255,15 +257,15 @@ def test_the_counters_of_all_kernels_of_a_call_are_added(monkeypatch):
 def test_counters_that_cannot_be_read_say_why(output, status, reason, monkeypatch):
     ncu(monkeypatch, output, status)
     with pytest.raises(counters.NotMeasured, match=reason):
-        counters.hbm_bytes({"flash2": TINY}, ["forward"], 1)
+        counters.hbm_bytes([("flash2", TINY)], ["forward"], 1)
 
 
 def test_without_ncu_the_table_says_so(monkeypatch):
     monkeypatch.setattr(counters.shutil, "which", lambda name: None)
-    found = io.counters({"flash2": TINY}, FULL)("flash2", "forward")
+    found = io.counters([("flash2", TINY)], FULL)("flash2", True, "forward")
     assert found == {"read_bytes": None, "written_bytes": None, "not_measured": "ncu not found"}
     row = {"paper_bytes": 2_000_000_000, "counted_bytes": None, "sram_bytes": 233_472, "ms": 1.5, "status": "ok"}
-    made = io.markdown([empty_row(TINY, "sdpa_flash", "forward") | row | found])
+    made = io.markdown([empty_row(TINY, "sdpa_flash", "forward") | row | found | {"causal": False}])
     assert "| `sdpa_flash` | forward | 2 x 2 x 33 | 2.00 | - | - | - | 1.500 |" in made
     assert "M = 228 KiB" in made and "(not measured: ncu not found)" in made
 
