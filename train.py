@@ -3,6 +3,7 @@
 import json
 import math
 import time
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -67,15 +68,15 @@ def train(config: Config, world: World = ALONE) -> None:
     """One run: from its configuration to metrics, checkpoints and a sample of what was learnt."""
     compute, folder = choose_compute(config.device, config.precision, world), world.from_first(output_dir())
     config.train.share(world.size)  # refused here, if it is to be
-    with world.first_goes_ahead():
-        tokens = open_tokens(config.data)
+    tokens = world.first_ahead(lambda: open_tokens(config.data))
     where = Path(config.checkpoint.dir or folder / "checkpoints")
     resumed = load_resumed(config, where, world)
     writes_to = {folder: "hydra.run.dir", where: "checkpoint.dir"} if world.is_first else {}
     reset_process(config.train, compute)
     model = shard(build_model(config, compute, tokens, resumed), compute, config.train.reshard_after_forward)
     checkpoints = open_checkpoints(where, config.checkpoint, model, compute, config.train.timeout_s)
-    with build_loader(config, compute, tokens, model) as loader, claimed(writes_to):
+    with build_loader(config, compute, tokens, model) as loader, ExitStack() as own:
+        world.agreed(lambda: own.enter_context(claimed(writes_to)))
         resumed_step = resumed["step"] if resumed else None
         checkpoints.refuse_later_than(resumed_step or 0)
         optimizer = build_optimizer(model, config.optimizer)
@@ -84,12 +85,12 @@ def train(config: Config, world: World = ALONE) -> None:
             state.load_state_dict(resumed)
             del resumed  # 12 bytes of the host's memory a parameter
         world.draw_apart(config.train.seed + state.step)
-        logs = open_logs(config, compute, folder, resumed_step)
+        logs = world.agreed(lambda: open_logs(config, compute, folder, resumed_step))
         with logs as log, StopRequest() as stop, checkpoints.saving(log.message):
             if world.is_first:
                 OmegaConf.save(OmegaConf.structured(config), folder / "config.yaml")
             log.message(describe(config, compute, state, tokens))
-            watch = Watch(folder / "replay", config.train.spike_factor, writes=world.is_first)
+            watch = Watch(folder / "replay", config.train.spike_factor, state.norms, writes=world.is_first)
             path = guarded(Run(config, compute, state, tokens, checkpoints, watch, log, stop))
             if not world.is_stopped(stop):
                 log.message(sample(config, compute, model, tokens))
@@ -182,8 +183,8 @@ def loop(run: Run) -> Path:
         try:
             if is_due(state.step, settings.eval_interval, settings.max_steps):
                 with meter.excluded():
-                    metrics |= evaluate(model, state.model.config, config, compute, run.tokens)
-                    if metrics["val/loss"] < state.best_loss:
+                    metrics |= evaluate(model, state.model.config, config, compute, run.tokens, run.stop)
+                    if metrics.get("val/loss", math.inf) < state.best_loss:
                         state.best_loss = metrics["val/loss"]
                         attempt(run, is_best=True)
         finally:  # an evaluation that fails does not cost what the step itself came to
@@ -275,9 +276,12 @@ def train_step(model: nn.Module, state: TrainState, config: Config, compute: Com
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, shape: ModelConfig, config: Config, compute: Compute, tokens: TokenSet
+    model: nn.Module, shape: ModelConfig, config: Config, compute: Compute, tokens: TokenSet, stop: StopRequest
 ) -> dict[str, float]:
-    """Loss and perplexity over the run's fixed validation tokens, of which each process reads its part."""
+    """Loss and perplexity over the run's fixed validation tokens, of which each process reads its part.
+
+    Nothing where a process is asked to stop meanwhile: the grace that it has is to save in.
+    """
     model.eval()
     batches = validation_batches(
         tokens.val,
@@ -292,6 +296,8 @@ def evaluate(
     )
     total, count = torch.zeros(2, dtype=torch.float64, device=compute.device)
     while batch := compute.world.agreed(lambda: next(batches, None)):
+        if compute.world.is_stopped(stop):
+            return {}
         inputs, targets = batch
         options = document_options(inputs, end_of_text(config.data.tokenizer), config.data.document_mask)
         counted = (targets != IGNORED).sum()
@@ -323,7 +329,7 @@ def evaluate_only(config: Config) -> None:
     kind = {"head_dim": shape.head_dim, "dtype": compute.dtype, "dropout_p": 0.0, "documents": documents}
     check_attention(config.attention, device=compute.device, context_length=context, **kind)
     sizes = {"context": context, "stride": stride, "batch": config.train.batch_size}
-    options = {"compute": compute, "document_mask": config.data.document_mask}
+    options = {"compute": compute, "document_mask": documents, "name": str(tokens.dir / "val.bin")}
     result = score(model.to(compute.device), tokens.val, get_tokenizer(tokenizer), **sizes, **options)
     print(
         f"{tokens.dir / 'val.bin'} by {config.checkpoint.load}, {config.attention.name} attention, {compute}, context "
@@ -408,24 +414,21 @@ def judge(run: Run, step: int, loss: float, norm: float) -> None:
 
     Raises:
         UserError: it was not finite, and train.on_nan=stop or too many were in a row; the state, which no such step has
-            touched, is saved first.
+            touched, is saved first, if the disk takes it.
     """
     state, settings, watch = run.state, run.config.train, run.watch
     broken, spike = watch.is_broken(loss, norm, state.scaler.is_enabled()), watch.spike(norm)
     if not broken and spike is None:
         return
     stops = broken and (settings.on_nan == "stop" or watch.in_a_row == IN_A_ROW)
-    path = save(run) if stops else None
+    saved = told_of_saving(run) if stops else None
     weights = run.checkpoints.before(step)
     file = watch.record(step, loss, norm, state=state, windows=settings.sequences, weights=weights)
     told = f"the loss was {loss:.6g} and the gradient norm {norm:.6g} at step {step}"
     by = "" if weights else " checkpoint=..., there being none from before it"
     look = f"look at it with python train.py replay={file}{by}" if file else "the disk refused a record of it"
     if stops:
-        raise UserError(
-            f"{told}; the weights took no such step, and are saved as they are after step {state.step} in {path}; "
-            f"lower optimizer.lr, or check the data: {look}"
-        )
+        raise UserError(f"{told}; the weights took no such step. {saved} Lower optimizer.lr, or check the data: {look}")
     if spike is not None:
         run.log.message(f"{told}, {spike:,.1f} times the usual; {look}")
     if broken:
@@ -469,7 +472,8 @@ def sample(config: Config, compute: Compute, model: GPT2, tokens: TokenSet) -> s
     except UserError as error:
         return f"no sample: {error}"
     model.eval()
-    with compute.autocast():
+    # Blocks that are compiled one by one, as under fsdp, would be anew for each layer, and for each length.
+    with compute.autocast(), torch.compiler.set_stance("force_eager"):
         text = generate(
             model,
             [tokenizer.eot],

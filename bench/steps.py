@@ -100,6 +100,7 @@ def alternate(cell: Cell, contenders: list[Contender], rounds: int, gpu: Gpu, un
     timed = [contender for contender in contenders if contender.steps]
     for number in range(rounds):
         if number and time.monotonic() > until:
+            print(f"  time is over after {number} of {rounds} rounds")
             break
         for contender in timed:
             if contender.row["status"] == "ok":

@@ -250,7 +250,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--first-step", action="store_true", help="also gpt2's first step with a cold and a warm compile cache")
     add("--no-floor", action="store_true", help="without the floor")
     add("--fa3-library", type=Path, help="FlashAttention-3 for the floor, as a bare library (FA3_LIBRARY)")
-    help_ = "no cell is begun after so long, nor a round but a cell's first (3600)"
+    help_ = "after so long no cell is begun, nor a round of the one at hand but its first (3600)"
     add("--budget-seconds", type=float, default=3600, help=help_)
     add("--gpu", help="folder under bench/results; by default made of the device's name")
     add("--out", type=output_file, help="file to write; part of the cells is written only if this is given")

@@ -230,7 +230,7 @@ def check_length(tokens: np.ndarray, context_length: int, name: str) -> None:
 
 def _gather(tokens: np.ndarray, starts: list[int], context_length: int, vocab_size: int, name: str) -> Tensor:
     """Inputs and targets stacked, (2, B, T) int64: one block, so one copy, whose halves are contiguous."""
-    windows = _read(tokens, starts, context_length + 1, name)  # [B, T + 1]
+    windows = read_windows(tokens, starts, context_length + 1, name)  # [B, T + 1]
     if windows.max() >= vocab_size:
         rows, columns = np.nonzero(windows >= vocab_size)
         index = int((np.array(starts)[rows] + columns).min())
@@ -241,7 +241,7 @@ def _gather(tokens: np.ndarray, starts: list[int], context_length: int, vocab_si
     return torch.from_numpy(np.stack((windows[:, :-1], windows[:, 1:])).astype(np.int64))
 
 
-def _read(tokens: np.ndarray, starts: list[int], length: int, name: str) -> np.ndarray:
+def read_windows(tokens: np.ndarray, starts: list[int], length: int, name: str) -> np.ndarray:
     """The windows (B, length) that begin at `starts`.
 
     Of a memory map the file is read, since to look at a page that has been cut off its end would kill the process.

@@ -169,7 +169,7 @@ class GPT2(nn.Module):
     """A GPT-2 whose attention is given. Its head is the token table.
 
     With full activation checkpointing (Chen et al., 2016) the backward pass computes each block anew from its input,
-    all but its attention, so that a layer keeps two tensors of the residual stream's size instead of some fourteen;
+    all but its attention, so that a layer keeps two tensors of the residual stream's size instead of some sixteen;
     with the selective one what GELU gave, which is four of them, alone.
     """
 

@@ -9,11 +9,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from data.loader import DataError, TrainLoader
+from errors import UserError
 from tests.e2e import at_call, largest_file, python_path, train
 from trainer import checkpoint, sharded
 
@@ -125,7 +128,25 @@ def unreadable_while_slow(patch: pytest.MonkeyPatch) -> None:
     unreadable(patch)
 
 
+def locked(patch: pytest.MonkeyPatch) -> None:
+    """The first process alone finds that another run writes to the folder."""
+
+    def refuse(folders: dict):
+        raise UserError(f"another run writes to {next(iter(folders)).name}")
+
+    if os.environ["RANK"] == "0":
+        patch.setattr("trainer.folders.claimed", refuse)
+
+
+def compiled(patch: pytest.MonkeyPatch) -> None:
+    """Nothing goes wrong: as on a GPU each block is compiled, though by a compiler that leaves it as it is."""
+    patch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+
+
 FAULTS = {
+    "locked": locked,
+    "nowhere": lambda _: None,  # there is no such data.dir
+    "compiled": compiled,
     "unreadable": unreadable,
     "slow_unreadable": unreadable_while_slow,
     "terminated": terminated,
@@ -146,4 +167,5 @@ if __name__ == "__main__":
         if told := re.search(r"The state is saved in (\S+)\.", outcome.err):
             assert Path(told[1]).exists(), f"{told[0]} says process {os.environ['RANK']} before it is"
         if os.environ["RANK"] == "0":
+            Path(folder).mkdir(exist_ok=True)  # of a run that was refused it is gone
             Path(folder, "out.txt").write_text(f"{outcome.code}\n{outcome.out}{outcome.err}")

@@ -19,9 +19,9 @@ import torch
 
 from data import tokens
 from model.gpt2 import GPT2, Block
-from tests.e2e import TINY, at_call, curve, largest_file, load, rows, run, start, train
+from tests.e2e import ROOT, TINY, at_call, curve, largest_file, load, rows, run, start, train
 from trainer import checkpoint
-from trainer.checkpoint import Checkpoints, find
+from trainer.checkpoint import CheckpointError, Checkpoints, find
 from trainer.folders import claimed
 
 pytest_plugins = ["tests.e2e"]
@@ -161,19 +161,50 @@ def test_a_job_out_of_time_is_saved_before_it_is_queued_again(workplace, monkeyp
 
 
 INTERRUPTED = """
-import signal, train
-from tests.test_failures import GPT2, at_call, twice
-GPT2.forward = at_call(8, lambda: twice(signal.SIGINT), GPT2.forward)
+import os, signal, sys, train
+from tests.test_failures import GPT2, at_call
+numbers = [signal.Signals[name] for name in sys.argv.pop(1).split(",")]
+GPT2.forward = at_call(8, lambda: [os.kill(os.getpid(), number) for number in numbers], GPT2.forward)
 train.launch(train.main, "config")
 """
 
 
-def test_a_second_ctrl_c_stops_at_once(workplace):
-    process = start("-c", INTERRUPTED, *TINY, "train.max_steps=20", "checkpoint.interval=5", "hydra.run.dir=run")
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM], ids=["alone", "torchrun's"])
+def test_a_second_ctrl_c_stops_at_once(workplace, second):
+    signals = f"SIGINT,{second.name}"
+    settings = "train.max_steps=20", "checkpoint.interval=5", "hydra.run.dir=run"
+    process = start("-c", INTERRUPTED, signals, *TINY, *settings)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGINT
+    assert process.returncode == -second
     assert err == "\nSIGINT: saving after this step; Ctrl-C ends the run at once, without\n"
     assert load(find("run"))["step"] == 5 and curve("run")[-1] == (7,)
+
+
+def test_a_terminal_that_is_closed_lets_the_run_save(workplace):
+    """Nobody reads stdout and stderr then."""
+    process = start("-c", INTERRUPTED, "SIGHUP", *TINY, "train.max_steps=20", "hydra.run.dir=run")
+    process.stdout.close()
+    process.stderr.close()
+    assert process.wait(timeout=60) == 128 + signal.SIGHUP
+    assert load(find("run"))["step"] == curve("run")[-1][0] == 8
+
+
+def test_training_goes_on_where_nobody_reads_what_it_says(workplace):
+    """As before | head, which ends when it has had its lines."""
+    process = start(str(ROOT / "train.py"), *TINY, "train.max_steps=20", "hydra.run.dir=run")
+    process.stdout.readline()
+    process.stdout.close()
+    assert (process.wait(timeout=60), process.stderr.read()) == (0, "")
+    assert load(find("run"))["step"] == curve("run")[-1][0] == 20
+
+
+def test_a_signal_during_an_evaluation_does_not_wait_for_its_end(workplace, monkeypatch):
+    """In its second batch of 4, after step 10."""
+    monkeypatch.setattr(GPT2, "forward", at_call(12, lambda: os.kill(os.getpid(), signal.SIGTERM), GPT2.forward))
+    outcome = train("run", "train.max_steps=20")
+    assert outcome.code == 128 + signal.SIGTERM and "SIGTERM after step 10; continue with" in outcome.out
+    assert load(find("run"))["step"] == 10 and curve("run", "val/loss")[-1] == (10, None)
+    assert curve("run", "train/loss")[-1][1] is not None, "what the step came to is told"
 
 
 def spoil(monkeypatch, factor: float, *calls: int) -> None:
@@ -200,7 +231,7 @@ def test_too_many_steps_in_a_row_that_are_not_finite_stop_the_run(workplace, mon
     spoil(monkeypatch, math.nan, *range(3, 12), *range(13, 23))
     outcome = train("run", "train.max_steps=40", "train.on_nan=skip", "train.log_interval=4", "train.eval_interval=99")
     assert outcome.code == 2 and "the loss was nan and the gradient norm nan at step 22;" in outcome.err
-    assert "lower optimizer.lr" in outcome.err and len(outcome.err.splitlines()) == 1
+    assert "Lower optimizer.lr" in outcome.err and len(outcome.err.splitlines()) == 1
     record = Path(re.search(r"replay=(\S+)", outcome.err).group(1))
     again = run("train.py", f"replay={record}", "device=cpu").ok()
     assert "the batch of step 22 by " in again.out and "step-00000024.pt, flash2 attention" in again.out
@@ -209,6 +240,26 @@ def test_too_many_steps_in_a_row_that_are_not_finite_stop_the_run(workplace, mon
     record.write_text(json.dumps(content))
     refused = run("train.py", f"replay={record}", "device=cpu")
     assert (refused.code, refused.err.count("is no record of a step")) == (2, 1)
+
+
+def test_a_loss_that_is_no_number_is_told_though_the_disk_is_full(workplace, monkeypatch):
+    spoil(monkeypatch, math.nan, 3)
+    fill_disk_at(monkeypatch, "step-00000003.pt")
+    (sentence,) = train("run").err.splitlines()
+    assert "The state is lost: " in sentence
+    assert "the loss was nan and the gradient norm nan at step 3; the weights took no such step." in sentence
+    assert "step-00000003.pt could not be written (File too large); make room" in sentence
+    assert Path(re.search(r"replay=(\S+)", sentence).group(1)).is_file()
+
+
+def test_what_is_usual_is_known_after_a_resume(workplace, monkeypatch):
+    train("run", "train.max_steps=25", "train.eval_interval=99", "checkpoint.dir=kept").ok()
+    assert load("kept/step-00000025.pt")["norms"] == [norm for _, norm in curve("run", "train/grad_norm")]
+    spoil(monkeypatch, 100.0, 2)
+    outcome = train(
+        "run", "train.max_steps=28", "train.eval_interval=99", "checkpoint.dir=kept", "checkpoint.resume=auto"
+    )
+    assert outcome.ok().out.count("times the usual") == 1 and "at step 27," in outcome.out
 
 
 def replayed(outcome) -> dict:
@@ -287,6 +338,25 @@ def test_folder_that_cannot_be_written_to_is_refused(workplace, setting, place):
     (sentence,) = outcome.err.splitlines()
     assert outcome.code == 2 and place in sentence and setting in sentence, sentence
     assert not any(Path().glob("run/**/*"))
+
+
+def test_a_folder_that_refuses_in_the_end_does_not_hide_for_what_the_run_ended(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    with pytest.raises(CheckpointError, match="no room"), claimed({tmp_path / "run": "hydra.run.dir"}):
+        monkeypatch.setattr(Path, "unlink", refuse)
+        raise CheckpointError("no room")
+
+
+def test_a_run_that_torchrun_starts_again_goes_on_or_says_why_not(workplace, monkeypatch):
+    train("run", "train.max_steps=4").ok()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert "continuing after step 4" in train("run", "train.max_steps=6").ok().out
+    refused = train("elsewhere", "train.max_steps=6")
+    (sentence,) = refused.err.splitlines()
+    assert refused.code == 2 and "holds no checkpoint to go on from; give checkpoint.dir=" in sentence
+    assert train("elsewhere", "checkpoint.resume=auto", "checkpoint.dir=new").ok().out.count("starting, to step 5") == 1
 
 
 @pytest.mark.parametrize("split", ["train", "val"])

@@ -250,9 +250,10 @@ def test_validation_has_the_shape_of_a_micro_step(monkeypatch, processes):
 
     monkeypatch.setattr(train_module, "validation_batches", batches)
     world = SimpleNamespace(size=processes, rank=0, sum=lambda x: x, agreed=lambda act: act())
+    world.is_stopped = lambda stop: False
     compute = SimpleNamespace(world=world, device=torch.device("cpu"), autocast=nullcontext)
     model = GPT2(shape, build_attention(config.attention))
-    metrics = train_module.evaluate(model, shape, config, compute, SimpleNamespace(val=None, dir=Path()))
+    metrics = train_module.evaluate(model, shape, config, compute, SimpleNamespace(val=None, dir=Path()), None)
     assert asked == [8 // processes] and math.isfinite(metrics["val/loss"])
 
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections import deque
 from pathlib import Path
 from statistics import median
 
@@ -20,15 +19,16 @@ OVERFLOWS = 40  # in a row, from a loss scale of 2^16 on: below, gradients vanis
 class Watch:
     """Judges the steps of a run, one after the other, and records some as files of `folder`.
 
-    A gradient norm is a spike if it is more than `spike_factor` times the median of the last hundred (None: none is).
-    Of several processes, all of which judge alike, only one `writes`.
+    A gradient norm is a spike if it is more than `spike_factor` times the median of the last hundred (None: none is),
+    which are kept in `norms`: the list of the run's state. Of several processes, all of which judge alike, only one
+    `writes`.
     """
 
-    def __init__(self, folder: Path, spike_factor: float | None, writes: bool = True):
+    def __init__(self, folder: Path, spike_factor: float | None, norms: list[float], writes: bool = True):
         self.folder, self.spike_factor, self.writes = folder, spike_factor, writes
         self.in_a_row = 0
         """Steps up to now that were not finite."""
-        self._norms: deque[float] = deque(maxlen=REMEMBERED)
+        self._norms = norms
         self._overflows = 0
 
     def is_broken(self, loss: float, norm: float, overflow_is_normal: bool) -> bool:
@@ -47,6 +47,7 @@ class Watch:
             return None
         usual = median(self._norms) if len(self._norms) >= NEEDED else math.inf
         self._norms.append(norm)
+        del self._norms[:-REMEMBERED]
         is_spike = self.spike_factor is not None and norm > self.spike_factor * usual
         return norm / usual if is_spike else None
 
@@ -87,7 +88,9 @@ def read_record(path: Path) -> State:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        whole = content.keys() >= {"step", "checkpoint", "loader", "scaler", "config"}
+        whole = content.keys() >= {"step", "loss", "grad_norm", "checkpoint", "loader", "scaler", "config"}
+        whole = whole and isinstance(content["checkpoint"], str | None)
+        whole = whole and content["loader"].keys() >= {"position", "seed", "context_length", "tokens"}
         position = content["loader"]["position"] if whole else None
         whole = whole and isinstance(position, int) and position >= 0
     except OSError as error:

@@ -6,6 +6,7 @@ Where weights are split over processes a checkpoint is a folder instead, written
 rest.pt, with all but the weights and moments, and the checksums of the other files, which hold a part of those each.
 """
 
+import errno
 import hashlib
 import os
 import random
@@ -149,7 +150,8 @@ class Checkpoints:
         """What to raise when the disk did not take `path`."""
         newest = find(self.folder)
         earlier = f"continue with checkpoint.resume={newest}" if newest else "start again: there is no earlier one"
-        return CheckpointError(f"{path} could not be written ({error.strerror or error}); make room, and {earlier}")
+        remedy = "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "mend that"
+        return CheckpointError(f"{path} could not be written ({error.strerror or error}); {remedy}, and {earlier}")
 
 
 def write_file(path: Path, state: State) -> None:

@@ -62,15 +62,6 @@ class World:
         dist.broadcast_object_list(values, src=0)
         return values[0]
 
-    @contextmanager
-    def first_goes_ahead(self) -> Iterator[None]:
-        """The first process does what is inside before the others, who then find its files."""
-        if not self.is_first:
-            dist.barrier()
-        yield
-        if self.is_first and self.parallel != "none":
-            dist.barrier()
-
     def agreed(self, act: Callable[[], T]) -> T:
         """What `act` returns, which all processes call alike; a UserError of one is raised in all.
 
@@ -88,6 +79,11 @@ class World:
             dist.all_gather_object(refusals, refusal)
             raise next(filter(None, refusals))
         return result
+
+    def first_ahead(self, act: Callable[[], T]) -> T:
+        """As `agreed`, but the first process acts before the others, who then find its files."""
+        found = self.agreed(lambda: act() if self.is_first else None)
+        return self.agreed(lambda: found if self.is_first else act())
 
     def is_stopped(self, stop: StopRequest) -> bool:
         """Whether any process was asked to stop; then all of them are, by the same signal and after the same step.
@@ -131,6 +127,8 @@ def join(parallel: str | None, device: str, timeout_s: int) -> Iterator[World]:
     if (parallel := choose_parallel(parallel)) == "none":
         yield World()
         return
+    if missing := [key for key in (*_PLACE, "MASTER_ADDR", "MASTER_PORT") if key not in os.environ]:
+        raise UserError(f"the environment names a process of several, but not {', '.join(missing)}; start by torchrun")
     rank, size, local_rank, ranks_per_node = (int(os.environ[key]) for key in _PLACE)
     if parallel == "hsdp" and size % ranks_per_node:
         raise UserError(
@@ -186,6 +184,11 @@ def started() -> tuple[int, int]:
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
+def restarted() -> bool:
+    """Whether torchrun started this process in the place of one that had ended."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+
+
 def is_of_submitit() -> bool:
     """Whether submitit started this process, as a job of Slurm's or, to try that out, of this machine's."""
     return "SUBMITIT_EXECUTOR" in os.environ
@@ -233,4 +236,5 @@ def _meet(on_gpus: bool, timeout_s: int) -> None:
 
 def _is_of_communication(error: Exception) -> bool:
     """Whether another process is the cause; gloo has no class of errors of its own."""
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+    of_gloo = any(word in str(error) for word in ("gloo", "pair closure"))
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and of_gloo)

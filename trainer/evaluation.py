@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
 
-from data.loader import IGNORED, document_options
+from data.loader import IGNORED, document_options, read_windows
 from data.tokenizers import Tokenizer
 from errors import UserError
 from trainer.precision import Compute
@@ -93,6 +93,7 @@ def score(
     tokens: np.ndarray,
     tokenizer: Tokenizer,
     *,
+    name: str,
     context: int,
     stride: int,
     batch: int,
@@ -102,13 +103,15 @@ def score(
     """The model's score on `tokens`, one dimension, `batch` windows at a time; a terminal is shown how far it is.
 
     Raises:
-        UserError: fewer than two tokens, or one that the model does not know.
+        UserError: fewer than two tokens, or one that the model does not know; DataError where they are a memory map of
+            the file `name`, which has become shorter.
     """
     if len(tokens) < 2 or tokens.max() >= model.config.vocab_size:
         raise UserError(
             f"these {len(tokens)} validation tokens, up to {tokens.max()}, are none for a model of "
             f"{model.config.vocab_size}; choose the data of its tokenizer"
         )
+    words = count_words(tokens, tokenizer)
     model.eval()
     nats = torch.zeros((), dtype=torch.float64, device=compute.device)
     pending: list[tuple[int, int, int]] = []
@@ -118,17 +121,18 @@ def score(
         pending.append(place)
         alike = i + 1 < len(places) and places[i + 1][1] - places[i + 1][0] == place[1] - place[0]
         if len(pending) == batch or not alike:
-            inputs, targets = (x.to(compute.device) for x in _gather(tokens, pending))
+            inputs, targets = (x.to(compute.device) for x in _gather(tokens, pending, name))
             options = document_options(inputs, tokenizer.eot, document_mask)
             with compute.autocast():
                 nats += model(inputs, targets, **options).double() * (targets != IGNORED).sum()
             pending = []
-    return Score(nats.item(), len(tokens) - 1, count_words(tokens, tokenizer))
+    return Score(nats.item(), len(tokens) - 1, words)
 
 
-def _gather(tokens: np.ndarray, places: list[tuple[int, int, int]]) -> tuple[Tensor, Tensor]:
-    inputs = np.stack([tokens[start:stop] for start, stop, _ in places]).astype(np.int64)
-    targets = np.stack([tokens[start + 1 : stop + 1] for start, stop, _ in places]).astype(np.int64)
+def _gather(tokens: np.ndarray, places: list[tuple[int, int, int]], name: str) -> tuple[Tensor, Tensor]:
+    start, stop, _ = places[0]  # all are as long
+    read = read_windows(tokens, [start for start, *_ in places], stop - start + 1, name).astype(np.int64)
+    inputs, targets = read[:, :-1].copy(), read[:, 1:].copy()
     for row, (start, stop, scored) in zip(targets, places, strict=True):
         row[: stop - start - scored] = IGNORED
     return torch.from_numpy(inputs), torch.from_numpy(targets)

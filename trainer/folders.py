@@ -37,7 +37,9 @@ def _claimed(folder: Path, setting: str) -> Iterator[None]:
         yield
     finally:
         # Before the release: whoever has opened the file meanwhile finds, by filelock, that it is gone, and opens anew.
-        path.unlink(missing_ok=True)
+        # What the disk refuses here must not hide for what the run ended.
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
         lock.release()
         with suppress(OSError):  # it is not empty
             folder.rmdir()

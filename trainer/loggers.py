@@ -160,16 +160,24 @@ class Pace:
         return steps * (now - began) / (last_step - first_step)
 
 
+class _Screen(Console):
+    def on_broken_pipe(self) -> None:
+        """Training goes on where nobody reads any more what it says: rich would end the process."""
+        self.quiet = True
+        with open(os.devnull, "w") as nothing:  # for what Python would flush at the end
+            os.dup2(nothing.fileno(), 1)
+
+
 class ConsoleLogger(Logger):
     """A live progress line on a terminal, one plain line per call of `log` elsewhere.
 
-    Messages and evaluations stand above the live line. `clock` returns seconds, for the ETA. What stdout cannot take,
-    a file on a full disk, is lost: training does not stop for it.
+    Messages and evaluations stand above the live line. `clock` returns seconds, for the ETA. What stdout cannot take, a
+    file on a full disk or a pipe without a reader, is lost: training does not stop for it.
     """
 
     def __init__(self, max_steps: int, *, console: Console | None = None, clock: Callable[[], float] = time.monotonic):
         self.max_steps = max_steps
-        self._console = console or Console()
+        self._console = console or _Screen()
         self._pace = Pace(clock=clock)
         self._progress: Progress | None = None
 

@@ -18,7 +18,7 @@ from trainer import checkpoint
 from trainer.background import BackgroundCheckpoints
 from trainer.checkpoint import CheckpointConfig, Checkpoints, State
 from trainer.config import TrainConfig
-from trainer.distributed import World, is_of_submitit
+from trainer.distributed import World, is_of_submitit, restarted
 from trainer.flops import model_flops_per_token, peak_flops
 from trainer.meters import ThroughputMeter
 from trainer.precision import Compute
@@ -48,11 +48,19 @@ def reset_process(settings: TrainConfig, compute: Compute) -> None:
 def load_resumed(config: "Config", folder: Path, world: World) -> State | None:
     """The checkpoint to continue, if any: the same for all processes, tensors that are to be split left on the disk.
 
-    `folder` is where this run's own go.
+    `folder` is where this run's own go. Where torchrun has started the processes again, these are what it goes on from.
     """
     source = config.checkpoint.resume
+    if restarted() and world.from_first(checkpoint.find(folder) is not None):
+        source = "auto"
+    elif restarted() and source is None:
+        raise UserError(
+            f"torchrun has started this run again, and {folder} holds no checkpoint to go on from; give checkpoint.dir="
+            "FOLDER and checkpoint.resume=auto, with a checkpoint.interval that is soon reached"
+        )
     if source == "auto":
-        if config.checkpoint.dir is None and not is_of_submitit():  # whose jobs, queued again, have the same folder
+        # Jobs of submitit, queued again, have the same folder; so has what is found there.
+        if config.checkpoint.dir is None and not is_of_submitit() and not restarted():
             raise UserError(
                 "checkpoint.resume=auto needs the folder of earlier checkpoints; give checkpoint.dir=FOLDER"
             )
@@ -143,6 +151,9 @@ def compile_model(model: GPT2, settings: TrainConfig, compute: Compute) -> nn.Mo
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     if not compute.world.is_sharded:
         return torch.compile(model, fullgraph=True)
+    # All blocks are one function to torch, which would refuse a ninth compilation of it: the first block is compiled by
+    # itself, as nothing is to be added before it, and all are once more for the evaluation.
+    torch._dynamo.config.recompile_limit = 64
     for block in model.h:  # each by itself, as FSDP gathers its weights between them
         block.forward = torch.compile(block.forward, fullgraph=True)
     return model

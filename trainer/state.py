@@ -28,6 +28,8 @@ class TrainState:
     """Lowest validation loss so far, in nats."""
     skipped: int = 0
     """Steps so far that were not finite, and dropped."""
+    norms: list[float] = field(default_factory=list)
+    """Gradient norms of the last steps, by which Watch tells what is usual."""
     config: State = field(default_factory=dict)
     """The settings of the run, to be read by whoever finds the checkpoint; a resumed run goes by its own."""
 
@@ -54,6 +56,7 @@ class TrainState:
             "step": self.step,
             "best_loss": self.best_loss,
             "skipped": self.skipped,
+            "norms": list(self.norms),
             "rng": rng_state(),
         }
 
@@ -80,6 +83,7 @@ class TrainState:
             self.scaler.load_state_dict(state["scaler"])
         self.loader.load_state_dict(state["loader"])
         self.step, self.best_loss, self.skipped = state["step"], float(state["best_loss"]), int(state["skipped"])
+        self.norms = [float(norm) for norm in state["norms"]]
         set_rng_state(state["rng"])
 
 

@@ -59,8 +59,13 @@ def normalise(
 
     The first is to be used in x's place from then on: its gradient and LayerNorm's are added in one kernel. Without a
     branch it is x. x and branch (..., C), weight and bias (C,), in floating dtypes; computed in fp32, or fp64 for such
-    x, autocast or not. What is normalised is the sum as it is rounded.
+    x, autocast or not. What is normalised is the sum as it is rounded. The gradients of x and branch are one tensor.
+
+    Raises:
+        ValueError: branch has not x's shape.
     """
+    if branch is not None and branch.shape != x.shape:
+        raise ValueError(f"a branch of shape {tuple(branch.shape)} cannot end on x of shape {tuple(x.shape)}")
     rows = x.contiguous().flatten(0, -2)
     if branch is not None:
         branch = branch.to(x.dtype).contiguous().flatten(0, -2)

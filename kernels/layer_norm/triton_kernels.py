@@ -1,8 +1,8 @@
 """LayerNorm after a residual branch and its gradient in Triton, by the bandwidth of HBM: each row is read once.
 
 A program takes every P-th tile of M rows, of P programs. Backward it holds what its rows sum to by column; the
-programs' sums are added in a fixed order afterwards. So that few programs keep HBM busy, they load two tiles ahead of
-the one at hand, where shared memory holds these.
+programs' sums are added in a fixed order afterwards; and so that few of them keep HBM busy, they load two tiles ahead
+of the one at hand, where shared memory holds these. Forward, short rows have a program for each tile.
 """
 
 import torch
@@ -15,12 +15,12 @@ from kernels.layer_norm import definition
 from kernels.rounding import to
 
 WIDEST = 8192  # columns that a program has registers for
-# On an H200, by a race of some forty at each of five widths, within 3 % of the time in which as much is copied, and at
-# 2560 columns 9 %: elements of a tile, which has one row at least, and of a thread; and programs for more columns than
-# these, of which each takes several rows so that weight and bias are read less often.
+# Elements of a tile, which has one row at least, and of a thread; and the programs for rows that are not SHORT, each of
+# which takes several so that weight and bias are read less often. On an H200 in 16 bits, among the fastest of some
+# twenty at each of five widths: 3 to 6 % above the time in which as much is copied, and at 2560 columns 9 %.
 FORWARD, FORWARD_PROGRAMS, SHORT = (4096, 32), 4 * 132, 2048
-# The same of the gradient's, and its programs. On an H200, at widths of 768, 2048 and 2560 in 16
-# bits, the fastest of some thirty choices each: within 2 % of the time in which as much is copied.
+# The same of the gradient's kernel, and its programs. On an H200, at widths of 768, 2048 and 2560 in 16 bits, the
+# fastest of some thirty choices each: within 2 % of the time in which as much is copied.
 ELEMENTS, PER_THREAD, PROGRAMS = 4096, 32, 2 * 132
 STAGES, LARGEST_STAGE = 3, 3 * 8192  # bytes of three tiles, two of which fit into the shared memory of any GPU
 

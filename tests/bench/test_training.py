@@ -315,6 +315,7 @@ def measured(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
 
     def measure(cell, arguments, gpu, until):
+        assert until - time.monotonic() == pytest.approx(arguments.budget_seconds, abs=60)
         if cell.context_length == 8192:
             raise KeyboardInterrupt
         return [steps.empty_row(cell, EAGER["ours"], 1) | {"status": "ok", "best": False}]

@@ -246,6 +246,9 @@ def others(dtype: str) -> dict:
         m_l, n_l, warps = layer_norm.forward_tile(width)
         types = data, data, fp32, fp32, data, data, fp32, fp32, size, columns_l, fp32[1:]
         norms[f"layer_norm {width}"] = layer_norm.layer_norm_kernel, types, {"M": m_l, "N": n_l} | upcast, warps
+        alone = data, "constexpr", fp32, fp32, "constexpr", data, fp32, fp32, MULTIPLE, columns_l, fp32[1:]
+        without = {"branch": None, "stream": None, "M": m_l, "N": n_l} | upcast
+        norms[f"layer_norm without a branch {width}"] = layer_norm.layer_norm_kernel, alone, without, warps
         (m_l, n_l, stages), warps = layer_norm.configuration(width, DTYPES[dtype])
         types = data, data, data, fp32, fp32, fp32, data, fp32, size, columns_l
         constants_l = {"M": m_l, "N": n_l, "STAGES": stages} | upcast
@@ -268,7 +271,8 @@ def compile_others(target: str) -> list[dict]:
     for dtype in DTYPES if target == "sm_90" else ["bf16"]:
         for name, (kernel, types, constants, warps) in others(dtype).items():
             kinds = ["i32" if kind == MULTIPLE else kind for kind in types]
-            signature = dict(zip(kernel.arg_names, (*kinds, *["constexpr"] * len(constants)), strict=True))
+            kinds += ["constexpr"] * (len(kernel.arg_names) - len(kinds))
+            signature = dict(zip(kernel.arg_names, kinds, strict=True))
             aligned = [i for i, kind in enumerate(types) if kind.startswith("*") or kind == MULTIPLE]
             source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
             compiled = triton.compile(source, target=TARGETS[target], options={"num_warps": warps})

@@ -75,6 +75,31 @@ def test_gradients_are_fp64s_rounded(implementation, dtype, shape, monkeypatch):
     torch.testing.assert_close(dbias.double(), wanted_bias, rtol=1e-5, atol=1e-4)
 
 
+@IMPLEMENTATIONS
+def test_a_variance_is_that_around_the_mean(implementation):
+    """Of rows 300 deviations from zero, whose mean of squares minus square of the mean has few digits left."""
+    x = torch.randn(8, 96, device=DEVICE) + 300
+    ones = torch.ones(96, device=DEVICE)
+    *_, rstd = implementation.forward(x, None, ones, ones, EPS)
+    wanted = torch.native_layer_norm(x.double(), (96,), None, None, EPS)[2]
+    torch.testing.assert_close(rstd.double(), wanted, rtol=1e-5, atol=0)
+
+
+@IMPLEMENTATIONS
+def test_a_branch_may_be_of_another_dtype_and_layout_but_of_no_other_shape(implementation, monkeypatch):
+    monkeypatch.setattr(operators, "implementation", lambda *_: implementation)
+    x, branch = torch.randn(8, 24, device=DEVICE), torch.randn(24, 8, device=DEVICE, dtype=torch.float64).t()
+    ones = torch.ones(24, device=DEVICE)
+    for inputs in ((x, branch), (branch, x)):
+        stream, out = normalise(inputs[0], ones, ones, EPS, inputs[1])
+        assert stream.dtype == out.dtype == inputs[0].dtype
+        total = inputs[0] + inputs[1].to(inputs[0].dtype)
+        torch.testing.assert_close(stream, total)
+        torch.testing.assert_close(out, F.layer_norm(total, (24,), ones.to(total), ones.to(total), EPS))
+    with pytest.raises(ValueError, match=r"a branch of shape \(1, 24\) cannot end on x of shape \(8, 24\)"):
+        normalise(x, ones, ones, EPS, x[:1])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(4096, 768), (20001, 1600), (8192, 2560), (700, 8192), (300, 9000)], ids=str)
 def test_results_of_a_models_size_are_fp64s_rounded(shape):

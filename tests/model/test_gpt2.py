@@ -10,10 +10,12 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import conf
 from conf.schema import register
 from errors import UserError
+from model import gpt2
 from model.attention import EXACT, AttentionConfig, build_attention
 from model.gpt2 import CHECKPOINTING, GPT2, KEPT, KeyValueCache, ModelConfig
 
@@ -293,6 +295,21 @@ def test_in_16_bits_selective_checkpointing_differs_by_the_rounding_of_gelus_slo
             model(tokens[:, :-1], tokens[:, 1:]).backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
     assert 0 < (gradients[0] - gradients[1]).norm() <= torch.finfo(torch.bfloat16).eps * gradients[0].norm()
+
+
+def test_full_checkpointing_is_given_one_tensor_of_a_block(monkeypatch):
+    """Its input, not the residual stream and the branch that is to be added to it, both of which would be kept."""
+    given, tokens, model = [], tokens_of(2, 40), build()
+    for block in model.h:
+        block.activation_checkpointing = "full"
+
+    def recorded(function, *inputs, **options):
+        given.append(sum(isinstance(x, torch.Tensor) for x in inputs))
+        return checkpoint(function, *inputs, **options)
+
+    monkeypatch.setattr(gpt2, "checkpoint", recorded)
+    model(tokens, tokens).backward()
+    assert given == [1] * len(model.h)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "flash2"])

@@ -1,3 +1,4 @@
+import json
 import math
 
 import pytest
@@ -8,7 +9,7 @@ from trainer.anomalies import Watch, read_record
 
 @pytest.fixture
 def watch(tmp_path) -> Watch:
-    return Watch(tmp_path, spike_factor=4.0)
+    return Watch(tmp_path, spike_factor=4.0, norms=[])
 
 
 def test_a_spike_is_told_by_the_median_of_the_norms_before_it(watch):
@@ -22,7 +23,7 @@ def test_a_spike_is_told_by_the_median_of_the_norms_before_it(watch):
 
 
 def test_without_a_factor_nothing_is_a_spike(tmp_path):
-    watch = Watch(tmp_path, spike_factor=None)
+    watch = Watch(tmp_path, spike_factor=None, norms=[])
     assert [watch.spike(norm) for norm in [*[1.0] * 30, 1e9]] == [None] * 31
 
 
@@ -44,7 +45,28 @@ def test_a_loss_scale_that_only_falls_is_broken(watch):
     assert not watch.is_broken(1.0, 1.0, True) and not watch.is_broken(1.0, math.inf, True)
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "3", '{"step": 3}', None])
+RECORD = {"step": 3, "loss": None, "grad_norm": 1.0, "checkpoint": None, "scaler": {}, "config": {}}
+LOADER = {"position": 1, "seed": 1, "context_length": 8, "tokens": 99}
+WRONG = [
+    {"loader": LOADER | {"position": -1}},
+    {"loader": {"position": 1}},
+    {"loader": LOADER, "checkpoint": 5},
+    {key: value for key, value in RECORD.items() if key != "loss"} | {"loader": LOADER},
+]
+
+
+def test_a_record_is_read_back(tmp_path):
+    (tmp_path / "record.json").write_text(json.dumps(RECORD | {"loader": LOADER}))
+    assert read_record(tmp_path / "record.json") == RECORD | {"loader": LOADER}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("", "{", "[]", "3", '{"step": 3}', None, json.dumps(WRONG[-1])),
+        *(json.dumps(RECORD | wrong) for wrong in WRONG[:-1]),
+    ],
+)
 def test_what_is_no_record_is_refused(tmp_path, content):
     path = tmp_path / "record.json"
     if content is not None:

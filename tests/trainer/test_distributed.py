@@ -24,7 +24,7 @@ from tests.e2e import ROOT, TINY, curve, load, python_path, rows, run, train, wa
 from tests.several import SINGLE_NODE, ended, torchrun, train_on_two_nodes, train_together
 from trainer import checkpoint
 from trainer.checkpoint import find
-from trainer.distributed import World, choose_parallel
+from trainer.distributed import World, choose_parallel, join
 from trainer.parallel import shard
 from trainer.precision import Compute
 from trainer.signals import StopRequest
@@ -54,6 +54,9 @@ def runs(tmp_path_factory) -> Path:
         train("alone", *GLOBAL.split()).ok()
         train_together(
             2,
+            f"locked {GLOBAL}",
+            f"nowhere {GLOBAL} data.dir=nowhere",
+            f"compiled {GLOBAL} parallel=fsdp model.n_layer=4 train.compile=true train.sample_tokens=5",
             f"ddp {GLOBAL}",
             f"fsdp_after_alone {GLOBAL} parallel=fsdp {resume.format('alone')}.pt",
             f"fsdp {GLOBAL} parallel=fsdp train.activation_checkpointing=full",
@@ -108,6 +111,18 @@ def test_the_first_process_alone_logs_and_saves(runs):
         logged = rows(runs / folder)
         assert [(row["step"], row["tokens"]) for row in logged] == [(step, step * 16 * 32) for step in range(1, 7)]
         assert load(runs / folder / "checkpoints" / "step-00000006.pt")["loader"]["position"] == 6 * 16
+
+
+@pytest.mark.parametrize(("folder", "sentence"), [("locked", "another run writes to locked"), ("nowhere", "nowhere")])
+def test_what_the_first_process_refuses_the_others_refuse_too(runs, folder, sentence):
+    """So that those of a sweep, or here of what tests/several.py runs next, meet again in the next job."""
+    code, error = (runs / folder / "out.txt").read_text().splitlines()
+    assert code == "2" and error.startswith("error: ") and sentence in error
+
+
+def test_blocks_that_are_compiled_one_by_one_sample_too(runs):
+    code, *lines = (runs / "compiled" / "out.txt").read_text().splitlines()
+    assert code == "0" and "a sample:" in lines
 
 
 def test_a_signal_to_one_process_stops_all_after_the_same_step(runs):
@@ -313,6 +328,15 @@ def test_a_process_alone_joins_nobody_and_several_are_ddp(monkeypatch):
     for size, expected in ((1, "none"), (2, "ddp")):
         monkeypatch.setenv("WORLD_SIZE", str(size))
         assert choose_parallel(None) == expected
+
+
+@pytest.mark.parametrize("place", [{"WORLD_SIZE": "2"}, {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}])
+def test_a_place_that_is_told_in_part_is_refused(monkeypatch, place):
+    for key, value in place.items():
+        monkeypatch.setenv(key, value)
+    missing = "but not .*LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT; start by torchrun"
+    with pytest.raises(UserError, match=missing), join(None, "cpu", timeout_s=3):
+        pass
 
 
 def test_tasks_of_srun_that_know_nothing_of_each_other_are_refused(monkeypatch):

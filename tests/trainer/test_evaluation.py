@@ -2,6 +2,9 @@
 
 import json
 import math
+import os
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,14 +12,16 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from data.loader import DataError
 from data.tokenizers import get_tokenizer
 from data.tokens import TokenWriter
 from errors import UserError
 from model.attention import VARIANTS
 from tests.e2e import run
-from trainer.evaluation import EvaluationConfig, count_words, perplexity, windows
+from trainer.evaluation import EvaluationConfig, count_words, perplexity, score, windows
 
 pytest_plugins = ["tests.e2e"]
 TEXTS = [
@@ -52,6 +57,18 @@ def test_every_token_but_the_first_is_scored_once_with_all_the_context_there_is(
 def test_windows_that_leave_tokens_out_are_refused(settings, message):
     with pytest.raises(UserError, match=message):
         EvaluationConfig(**settings).sizes(64)
+
+
+def test_a_file_that_is_cut_while_it_is_scored_is_told(tmp_path):
+    """To look at what is no longer there would kill the process."""
+    path, byte = tmp_path / "val.bin", get_tokenizer("byte")
+    np.full(3 * 4096, 7, np.uint16).tofile(path)
+    model, compute = nn.Module(), SimpleNamespace(device=torch.device("cpu"), autocast=nullcontext)
+    model.config = SimpleNamespace(vocab_size=256)
+    model.forward = lambda inputs, targets: (os.truncate(path, 1024), torch.zeros(()))[1]
+    sizes = {"context": CONTEXT, "stride": CONTEXT, "batch": 4}
+    with pytest.raises(DataError, match=f"{path} went from 24576 to 1024 bytes while in use"):
+        score(model, np.memmap(path, np.uint16, "r"), byte, name=str(path), compute=compute, **sizes)
 
 
 def test_words_are_those_of_the_texts():
