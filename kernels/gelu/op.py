@@ -57,4 +57,4 @@ def gelu_mlp(
     rows, keep_output = x.contiguous().flatten(0, -2), keep_output and torch.is_grad_enabled()
     with torch.autocast(x.device.type, enabled=False):
         out = _GeluMLP.apply(rows, weight, bias, out_weight, out_bias, keep_output)
-    return out.view(*x.shape[:-1], -1)
+    return torch.ops.aten._unsafe_view(out, (*x.shape[:-1], -1))  # of a view FSDP2 warns where a module returns it

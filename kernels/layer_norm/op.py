@@ -71,4 +71,5 @@ def normalise(
         branch = branch.to(x.dtype).contiguous().flatten(0, -2)
     with torch.autocast(x.device.type, enabled=False):
         stream, out = _Normalise.apply(rows, branch, weight.contiguous(), bias.contiguous(), eps)
-    return stream.view(x.shape), out.view(x.shape)
+    # Views are what FSDP2 warns of where a module returns them; of these nobody holds the base.
+    return tuple(torch.ops.aten._unsafe_view(y, x.shape) for y in (stream, out))

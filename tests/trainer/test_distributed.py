@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,16 +17,19 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.tensor.debug import CommDebugMode
 
 from conf.schema import TrainConfig
 from errors import UserError
+from model.attention import AttentionConfig, build_attention
+from model.gpt2 import GPT2, ModelConfig
 from tests import several
 from tests.e2e import ROOT, TINY, curve, load, python_path, rows, run, train, wait_for_step, write_tokens
 from tests.several import SINGLE_NODE, ended, torchrun, train_on_two_nodes, train_together
 from trainer import checkpoint
 from trainer.checkpoint import find
 from trainer.distributed import World, choose_parallel, join
-from trainer.parallel import shard
+from trainer.parallel import data_parallel, shard, synchronise_gradients
 from trainer.precision import Compute
 from trainer.signals import StopRequest
 
@@ -354,6 +358,41 @@ def test_tasks_of_srun_that_know_nothing_of_each_other_are_refused(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert choose_parallel(None) == "ddp"
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_gradients_travel_once_for_all_micro_steps(group):
+    sent, tokens = [], torch.zeros((1, 8), dtype=torch.int64)
+    model = GPT2(ModelConfig(1, 1, 8, 8, 11), build_attention(AttentionConfig("sdpa")))
+    model = data_parallel(model, World(parallel="ddp"))
+    for i in range(4):
+        synchronise_gradients(model, wanted=i == 3)
+        with CommDebugMode() as seen:
+            model(tokens, tokens).backward()
+        sent.append(seen.get_total_counts())
+    assert sent == [0, 0, 0, 1]
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_blocks_return_no_views_which_fsdp_warns_of(group):
+    compute = Compute(torch.device("cpu"), torch.float32, World(parallel="fsdp"))
+    model = shard(GPT2(ModelConfig(2, 1, 8, 8, 11), build_attention(AttentionConfig("sdpa"))), compute, False)
+    tokens = torch.zeros((1, 8), dtype=torch.int64)
+    model(tokens, tokens)
+
+
+def test_micro_steps_but_the_last_keep_their_gradients(workplace, monkeypatch):
+    asked = []
+    monkeypatch.setattr("trainer.parallel.synchronise_gradients", lambda model, wanted: asked.append(wanted))
+    train("run", "train.grad_accumulation=3", "train.max_steps=2").ok()
+    assert asked == [False, False, True] * 2
 
 
 def test_a_signal_while_processes_agree_counts_the_next_time(monkeypatch):
