@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 import conf
 from conf.schema import register
-from tests.e2e import ROOT, TINY, curve, start, wait_for_step
+from tests.e2e import ROOT, TINY, curve, run, start, wait_for_step
 
 pytest_plugins = ["tests.e2e"]
 
@@ -54,3 +54,11 @@ def test_slurm_gets_a_process_for_each_gpu():
     assert launcher["_target_"].endswith("SlurmLauncher") and launcher["tasks_per_node"] == "${.gpus_per_node}"
     assert config.hydra.launcher.tasks_per_node == 4
     assert launcher["max_num_timeout"] > 0, "or submitit would not queue a job again that is out of time"
+
+
+def test_away_from_a_cluster_it_is_told_what_is_missing(workplace, monkeypatch):
+    monkeypatch.setenv("PATH", str(workplace))  # where there is no srun
+    outcome = run("train.py", "-m", "hydra/launcher=slurm", *TINY, "hydra.sweep.dir=sweep")
+    (sentence,) = outcome.err.splitlines()
+    assert outcome.code == 2 and sentence.startswith('error: Could not detect "srun"')
+    assert sentence.endswith("slurm cluster; start it where Slurm is, or without hydra/launcher=slurm")
