@@ -118,7 +118,7 @@ def test_a_run_on_other_tokens_is_not_continued():
 
 
 def fail(*args):
-    raise OSError("no space left on device")
+    raise OSError(errno.ENOSPC, "no space left on device")
 
 
 def assert_saving_fails_and_changes_nothing(checkpoints: Checkpoints, reason: str, state: dict) -> None:
