@@ -472,7 +472,7 @@ def sample(config: Config, compute: Compute, model: GPT2, tokens: TokenSet) -> s
     except UserError as error:
         return f"no sample: {error}"
     model.eval()
-    # Blocks that are compiled one by one, as under fsdp, would be anew for each layer, and for each length.
+    # Blocks that are compiled one by one, as under fsdp, would be compiled anew for each layer, and for each length.
     with compute.autocast(), torch.compiler.set_stance("force_eager"):
         text = generate(
             model,

@@ -227,7 +227,7 @@ def explain(error: Exception) -> str:
         return _no_setting(_full_key(cause), [str(name) for name in parent] if isinstance(parent, DictConfig) else [])
     if isinstance(error, OverrideParseException):
         return f"{error.override}: {_first_line(error)}; {HOW}"
-    if "srun" in str(error):  # submitit's, away from a cluster
+    if 'not detect "srun"' in str(error):  # submitit's, away from a cluster
         return f"{_first_line(error).removesuffix('?')}; start it where Slurm is, or without hydra/launcher=slurm"
     return f"{_first_line(error)}; {HOW}"
 

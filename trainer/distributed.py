@@ -6,7 +6,6 @@ what only one may do, such as logging, the first does. Alone, a process pays for
 
 import atexit
 import os
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -96,7 +95,8 @@ class World:
         dist.all_reduce(number, dist.ReduceOp.MAX)
         if not number:
             return False  # though a signal may have come since, of which the others do not know
-        stop.signal = signal.Signals(number.item())
+        if stop.signal is None:
+            stop.heed(number.item())
         return True
 
     def draw_apart(self, seed: int) -> None:

@@ -172,7 +172,7 @@ class ConsoleLogger(Logger):
     """A live progress line on a terminal, one plain line per call of `log` elsewhere.
 
     Messages and evaluations stand above the live line. `clock` returns seconds, for the ETA. What stdout cannot take, a
-    file on a full disk or a pipe without a reader, is lost: training does not stop for it.
+    file on a full disk, a pipe without a reader or a terminal that is closed, is lost: training does not stop for it.
     """
 
     def __init__(self, max_steps: int, *, console: Console | None = None, clock: Callable[[], float] = time.monotonic):
@@ -189,7 +189,8 @@ class ConsoleLogger(Logger):
         if "train/loss" in metrics:
             eta = f"ETA {_hours(self._pace.seconds_for(self.max_steps - step))}"
             if self._console.is_interactive:
-                self._show(step, "  ".join([where, eta, *_training_fields(metrics)]))
+                with suppress(OSError):
+                    self._show(step, "  ".join([where, eta, *_training_fields(metrics)]))
             else:
                 self.message("  ".join([where, *_training_fields(metrics), eta]))
 
@@ -199,7 +200,8 @@ class ConsoleLogger(Logger):
 
     def close(self, failed: bool = False) -> None:
         if self._progress:
-            self._progress.stop()
+            with suppress(OSError):
+                self._progress.stop()
             self._progress = None
 
     def _show(self, step: int, text: str) -> None:

@@ -48,19 +48,16 @@ def reset_process(settings: TrainConfig, compute: Compute) -> None:
 def load_resumed(config: "Config", folder: Path, world: World) -> State | None:
     """The checkpoint to continue, if any: the same for all processes, tensors that are to be split left on the disk.
 
-    `folder` is where this run's own go. Where torchrun has started the processes again, these are what it goes on from.
+    `folder` is where this run's own go.
     """
     source = config.checkpoint.resume
-    if restarted() and world.from_first(checkpoint.find(folder) is not None):
-        source = "auto"
-    elif restarted() and source is None:
-        raise UserError(
-            f"torchrun has started this run again, and {folder} holds no checkpoint to go on from; give checkpoint.dir="
-            "FOLDER and checkpoint.resume=auto, with a checkpoint.interval that is soon reached"
+    if source != "auto" and restarted() and world.is_first:
+        print(
+            "torchrun has started the processes again, and this run begins as the first time; with "
+            "checkpoint.dir=FOLDER checkpoint.resume=auto it would go on from its newest checkpoint"
         )
     if source == "auto":
-        # Jobs of submitit, queued again, have the same folder; so has what is found there.
-        if config.checkpoint.dir is None and not is_of_submitit() and not restarted():
+        if config.checkpoint.dir is None and not is_of_submitit():  # whose jobs, queued again, have the same folder
             raise UserError(
                 "checkpoint.resume=auto needs the folder of earlier checkpoints; give checkpoint.dir=FOLDER"
             )
@@ -151,9 +148,6 @@ def compile_model(model: GPT2, settings: TrainConfig, compute: Compute) -> nn.Mo
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     if not compute.world.is_sharded:
         return torch.compile(model, fullgraph=True)
-    # All blocks are one function to torch, which would refuse a ninth compilation of it: the first block is compiled by
-    # itself, as nothing is to be added before it, and all are once more for the evaluation.
-    torch._dynamo.config.recompile_limit = 64
     for block in model.h:  # each by itself, as FSDP gathers its weights between them
         block.forward = torch.compile(block.forward, fullgraph=True)
     return model

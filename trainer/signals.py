@@ -41,12 +41,16 @@ class StopRequest:
             sys.exit(128 + self.signal)
         self._handlers[self.signal](self.signal, None)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is not None:
-            return
+    def heed(self, number: int) -> None:
+        """As if this process had got the signal, which another has."""
         self.signal = signal.Signals(number)
         for end_at_once in (signal.SIGINT, signal.SIGTERM) if number == signal.SIGINT else (signal.SIGINT,):
             signal.signal(end_at_once, signal.SIG_DFL)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None:
+            return
+        self.heed(number)
         cursor = SHOW_CURSOR if os.isatty(2) else ""
         told = f"{cursor}\n{self.signal.name}: saving after this step; Ctrl-C ends the run at once, without\n"
         with suppress(OSError):  # nobody reads it, when the terminal is closed

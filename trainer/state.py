@@ -83,7 +83,7 @@ class TrainState:
             self.scaler.load_state_dict(state["scaler"])
         self.loader.load_state_dict(state["loader"])
         self.step, self.best_loss, self.skipped = state["step"], float(state["best_loss"]), int(state["skipped"])
-        self.norms = [float(norm) for norm in state["norms"]]
+        self.norms = [float(norm) for norm in state.get("norms", [])]  # older checkpoints have none
         set_rng_state(state["rng"])
 
 

@@ -254,8 +254,8 @@ def markdown(rows: list[dict]) -> str:
     unmeasured = f" (not measured: {reasons})" if reasons else ""
     m = next((f"M = {row['sram_bytes'] / 1024:.0f} KiB" for row in counted), "")
     return (
-        f"{table(header, lines, left=2)}\n\nGB are 10^9 bytes; heads of {HEAD_DIM} in bf16, no mask{masked(counted)}. "
-        "`naive` is kernels/standard.py, not compiled: an operation a kernel, S and dP in fp32. "
+        f"{table(header, lines, left=2)}\n\nGB are 10^9 bytes; heads of {HEAD_DIM} in bf16, no mask{of_causal(counted)}"
+        ". `naive` is kernels/standard.py, not compiled: an operation a kernel, S and dP in fp32. "
         f"The paper's formulas are those of standard attention and of FlashAttention with {m} of shared memory; loads "
         "and stores are those of the kernels at their tiles, as if no cache were between; read and written is what the "
         f"counters of HBM say, caches included{unmeasured}. They can also say more, as where a kernel of `flash1` "
@@ -264,7 +264,7 @@ def markdown(rows: list[dict]) -> str:
     )
 
 
-def masked(rows: list[dict]) -> str:
+def of_causal(rows: list[dict]) -> str:
     """What the causal attentions compute, in words."""
     shares = {(row["variant"], row["seq_len"]): row["share"] for row in rows if row["causal"]}
     texts = [f"{share:.1%} by `{name}` at {n:,}" for (name, n), share in shares.items()]

@@ -71,5 +71,6 @@ def normalise(
         branch = branch.to(x.dtype).contiguous().flatten(0, -2)
     with torch.autocast(x.device.type, enabled=False):
         stream, out = _Normalise.apply(rows, branch, weight.contiguous(), bias.contiguous(), eps)
-    # Views are what FSDP2 warns of where a module returns them; of these nobody holds the base.
-    return tuple(torch.ops.aten._unsafe_view(y, x.shape) for y in (stream, out))
+    # FSDP2 warns of views where a module returns them. Of these nobody holds the base, but for a stream that is x.
+    unflatten = torch.ops.aten._unsafe_view
+    return stream.view(x.shape) if branch is None else unflatten(stream, x.shape), unflatten(out, x.shape)

@@ -15,13 +15,14 @@ from kernels.layer_norm import definition
 from kernels.rounding import to
 
 WIDEST = 8192  # columns that a program has registers for
-# Elements of a tile, which has one row at least, and of a thread; and the programs for rows that are not SHORT, each of
-# which takes several so that weight and bias are read less often. On an H200 in 16 bits, among the fastest of some
-# twenty at each of five widths: 3 to 6 % above the time in which as much is copied, and at 2560 columns 9 %.
-FORWARD, FORWARD_PROGRAMS, SHORT = (4096, 32), 4 * 132, 2048
-# The same of the gradient's kernel, and its programs. On an H200, at widths of 768, 2048 and 2560 in 16 bits, the
-# fastest of some thirty choices each: within 2 % of the time in which as much is copied.
-ELEMENTS, PER_THREAD, PROGRAMS = 4096, 32, 2 * 132
+ELEMENTS, PER_THREAD = 4096, 32  # of a tile, which has one row at least, and of a thread
+# Programs forward, for rows that are not SHORT, each of which takes several so that weight and bias are read less
+# often. On an H200 in 16 bits, among the fastest of some twenty choices at each of five widths: 3 to 6 % above the time
+# in which as much is copied, and at 2560 columns 9 %.
+FORWARD_PROGRAMS, SHORT = 4 * 132, 2048
+# Programs backward. On an H200, at widths of 768, 2048 and 2560 in 16 bits, the fastest of some thirty choices each:
+# within 2 % of the time in which as much is copied.
+PROGRAMS = 2 * 132
 STAGES, LARGEST_STAGE = 3, 3 * 8192  # bytes of three tiles, two of which fit into the shared memory of any GPU
 
 
@@ -98,7 +99,7 @@ def forward(
     rows, columns = x.shape
     if columns > WIDEST or x.dtype == torch.float64:
         return definition.forward(x, branch, weight, bias, eps)
-    m, n, warps = forward_tile(columns)
+    m, n, warps = tile(columns)
     programs = triton.cdiv(rows, m) if columns <= SHORT else min(triton.cdiv(rows, m), FORWARD_PROGRAMS)
     stream, out = None if branch is None else torch.empty_like(x), torch.empty_like(x)
     mean, rstd = (torch.empty((rows, 1), device=x.device) for _ in range(2))
@@ -116,27 +117,24 @@ def backward(
     rows, columns = x.shape
     if columns > WIDEST or x.dtype == torch.float64:
         return definition.backward(dout, dstream, x, weight, mean, rstd)
-    constants, warps = configuration(columns, x.dtype)
-    programs = min(triton.cdiv(rows, constants[0]), PROGRAMS)
+    m, n, warps = tile(columns)
+    programs = min(triton.cdiv(rows, m), PROGRAMS)
     dx, sums = torch.empty_like(x), torch.empty((programs, 2, columns), device=x.device)
     tensors = dout, dstream, x, weight, mean, rstd, dx, sums
-    key, constants = (x.dtype, weight.dtype, x.device), (*constants, x.device.type == "cpu")
+    key, constants = (x.dtype, weight.dtype, x.device), (m, n, stages(m * n, x.dtype), x.device.type == "cpu")
     with torch.cuda.device_of(x):
         launch(layer_norm_gradient_kernel, key, programs, tensors, (rows, columns), constants, num_warps=warps)
     dweight, dbias = sums.sum(0)
     return dx, dweight, dbias.clone()  # results of an operator share no memory
 
 
-def forward_tile(columns: int) -> tuple[int, int, int]:
-    """M and N of layer_norm_kernel, and its warps."""
-    n = triton.next_power_of_2(columns)
-    m = max(FORWARD[0] // n, 1)
-    return m, n, max(m * n // (32 * FORWARD[1]), 1)
-
-
-def configuration(columns: int, dtype: torch.dtype) -> tuple[tuple[int, int, int], int]:
-    """M, N and STAGES of layer_norm_gradient_kernel, and its warps."""
+def tile(columns: int) -> tuple[int, int, int]:
+    """M and N of the kernels, and their warps."""
     n = triton.next_power_of_2(columns)
     m = max(ELEMENTS // n, 1)
-    stages = STAGES if 3 * m * n * dtype.itemsize <= LARGEST_STAGE else 1
-    return (m, n, stages), max(m * n // (32 * PER_THREAD), 1)
+    return m, n, max(m * n // (32 * PER_THREAD), 1)
+
+
+def stages(elements: int, dtype: torch.dtype) -> int:
+    """STAGES of layer_norm_gradient_kernel, for tiles of so many elements."""
+    return STAGES if 3 * elements * dtype.itemsize <= LARGEST_STAGE else 1

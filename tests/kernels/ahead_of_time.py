@@ -243,15 +243,14 @@ def others(dtype: str) -> dict:
     norms = {}
     for width in (768, 1000, layer_norm.WIDEST):
         columns_l = size if width % 16 else MULTIPLE
-        m_l, n_l, warps = layer_norm.forward_tile(width)
+        m_l, n_l, warps = layer_norm.tile(width)
         types = data, data, fp32, fp32, data, data, fp32, fp32, size, columns_l, fp32[1:]
         norms[f"layer_norm {width}"] = layer_norm.layer_norm_kernel, types, {"M": m_l, "N": n_l} | upcast, warps
         alone = data, "constexpr", fp32, fp32, "constexpr", data, fp32, fp32, MULTIPLE, columns_l, fp32[1:]
         without = {"branch": None, "stream": None, "M": m_l, "N": n_l} | upcast
         norms[f"layer_norm without a branch {width}"] = layer_norm.layer_norm_kernel, alone, without, warps
-        (m_l, n_l, stages), warps = layer_norm.configuration(width, DTYPES[dtype])
         types = data, data, data, fp32, fp32, fp32, data, fp32, size, columns_l
-        constants_l = {"M": m_l, "N": n_l, "STAGES": stages} | upcast
+        constants_l = {"M": m_l, "N": n_l, "STAGES": layer_norm.stages(m_l * n_l, DTYPES[dtype])} | upcast
         norms[f"layer_norm gradient {width}"] = layer_norm.layer_norm_gradient_kernel, types, constants_l, warps
     step = ("*i64", "*i32", fp32, fp32, *[fp32[1:]] * 7), {"CHUNK": adamw.CHUNK, "ALIGNED": True}
     return {

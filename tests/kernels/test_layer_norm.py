@@ -55,7 +55,7 @@ def check_forward(implementation, shape: tuple[int, int], dtype: torch.dtype, wi
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 8), (37, 48), (130, 64), (5, 1030), (3, 5000)], ids=str)
 def test_the_sum_and_what_is_normalised_are_fp64s_rounded(implementation, dtype, shape, with_branch, monkeypatch):
-    monkeypatch.setattr(triton_kernels, "FORWARD", (256, 8))  # several rows to a tile, and a last one that is not whole
+    monkeypatch.setattr(triton_kernels, "ELEMENTS", 256)  # several rows to a tile, and a last one that is not whole
     monkeypatch.setattr(triton_kernels, "FORWARD_PROGRAMS", 2)  # and several tiles to a program where rows are long
     check_forward(implementation, shape, dtype, with_branch)
 
