@@ -118,7 +118,7 @@ class TrainLoader:
 
     def _load(self, position: int) -> Tensor:
         starts = [self._order.start(position + i) for i in range(self._batch_size)]
-        block = _gather(self._tokens, starts, self._order.context_length, self._vocab_size, self._name)
+        block = gather(self._tokens, starts, self._order.context_length, self._vocab_size, self._name)
         return block.pin_memory() if self._device.type == "cuda" else block
 
     def state_dict(self) -> dict[str, int]:
@@ -193,7 +193,7 @@ def validation_batches(
     def load(i: int) -> tuple[Tensor, Tensor]:
         own = mine[i : i + batch_size]
         filled = own + starts[:1] * (batch_size - len(own))
-        block = _gather(tokens, filled, context_length, vocab_size, name)
+        block = gather(tokens, filled, context_length, vocab_size, name)
         block[1, len(own) :] = IGNORED
         return _upload(block, torch.device(device))
 
@@ -228,9 +228,13 @@ def check_length(tokens: np.ndarray, context_length: int, name: str) -> None:
         )
 
 
-def _gather(tokens: np.ndarray, starts: list[int], context_length: int, vocab_size: int, name: str) -> Tensor:
-    """Inputs and targets stacked, (2, B, T) int64: one block, so one copy, whose halves are contiguous."""
-    windows = read_windows(tokens, starts, context_length + 1, name)  # [B, T + 1]
+def gather(tokens: np.ndarray, starts: list[int], context_length: int, vocab_size: int, name: str) -> Tensor:
+    """Inputs and targets of the windows that begin at `starts`, stacked, (2, B, T) int64: one block, so one copy.
+
+    Raises:
+        DataError: a token is not below vocab_size, or the file `name`, if `tokens` are a memory map, is not as it was.
+    """
+    windows = _read(tokens, starts, context_length + 1, name)  # [B, T + 1]
     if windows.max() >= vocab_size:
         rows, columns = np.nonzero(windows >= vocab_size)
         index = int((np.array(starts)[rows] + columns).min())
@@ -241,7 +245,7 @@ def _gather(tokens: np.ndarray, starts: list[int], context_length: int, vocab_si
     return torch.from_numpy(np.stack((windows[:, :-1], windows[:, 1:])).astype(np.int64))
 
 
-def read_windows(tokens: np.ndarray, starts: list[int], length: int, name: str) -> np.ndarray:
+def _read(tokens: np.ndarray, starts: list[int], length: int, name: str) -> np.ndarray:
     """The windows (B, length) that begin at `starts`.
 
     Of a memory map the file is read, since to look at a page that has been cut off its end would kill the process.

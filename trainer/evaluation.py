@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
 
-from data.loader import IGNORED, document_options, read_windows
+from data.loader import IGNORED, document_options, gather
 from data.tokenizers import Tokenizer
 from errors import UserError
 from trainer.precision import Compute
@@ -103,8 +103,7 @@ def score(
     """The model's score on `tokens`, one dimension, `batch` windows at a time; a terminal is shown how far it is.
 
     Raises:
-        UserError: fewer than two tokens, or one that the model does not know; DataError where they are a memory map of
-            the file `name`, which has become shorter.
+        UserError: fewer than two tokens, or one that the model does not know; DataError as data.loader.gather.
     """
     if len(tokens) < 2 or tokens.max() >= model.config.vocab_size:
         raise UserError(
@@ -121,7 +120,7 @@ def score(
         pending.append(place)
         alike = i + 1 < len(places) and places[i + 1][1] - places[i + 1][0] == place[1] - place[0]
         if len(pending) == batch or not alike:
-            inputs, targets = (x.to(compute.device) for x in _gather(tokens, pending, name))
+            inputs, targets = (x.to(compute.device) for x in _gather(tokens, pending, model.config.vocab_size, name))
             options = document_options(inputs, tokenizer.eot, document_mask)
             with compute.autocast():
                 nats += model(inputs, targets, **options).double() * (targets != IGNORED).sum()
@@ -129,13 +128,14 @@ def score(
     return Score(nats.item(), len(tokens) - 1, words)
 
 
-def _gather(tokens: np.ndarray, places: list[tuple[int, int, int]], name: str) -> tuple[Tensor, Tensor]:
+def _gather(
+    tokens: np.ndarray, places: list[tuple[int, int, int]], vocab_size: int, name: str
+) -> tuple[Tensor, Tensor]:
     start, stop, _ = places[0]  # all are as long
-    read = read_windows(tokens, [start for start, *_ in places], stop - start + 1, name).astype(np.int64)
-    inputs, targets = read[:, :-1].copy(), read[:, 1:].copy()
+    inputs, targets = gather(tokens, [start for start, *_ in places], stop - start, vocab_size, name)
     for row, (start, stop, scored) in zip(targets, places, strict=True):
         row[: stop - start - scored] = IGNORED
-    return torch.from_numpy(inputs), torch.from_numpy(targets)
+    return inputs, targets
 
 
 def count_words(tokens: np.ndarray, tokenizer: Tokenizer) -> int:
