@@ -4,6 +4,18 @@ import torch
 from torch import Tensor
 
 
+def losses(
+    hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, gradient: bool, logits: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Losses (N,) of hidden (N, C), whose logits by weight (padded V, C) are written into `logits`; see cross_entropy_.
+
+    With `gradient`, that of the sum of the losses takes their place, but for a scale of each row, (N,) in fp32, if that
+    is not None.
+    """
+    torch.mm(hidden, weight.T, out=logits)
+    return cross_entropy_(logits, targets, vocab_size, gradient), None
+
+
 def cross_entropy_(logits: Tensor, targets: Tensor, vocab_size: int, gradient: bool) -> Tensor:
     """Losses (N,) in nats of logits (N, padded V), in fp32 (fp64 for such logits), targets (N,) below vocab_size.
 

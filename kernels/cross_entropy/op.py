@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, library
 from torch.autograd.function import once_differentiable
 
-from kernels.cross_entropy import definition
+from kernels.operators import implementation
 
 CHUNKS = 8
 """Parts that the tokens are cut into, so that logits stay few beside what the layers keep of the same tokens."""
@@ -23,11 +23,9 @@ _library.define(
 )
 
 
-def _linear(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, gradient: bool, kernel) -> tuple:
-    """The sum of the losses, and its gradients by hidden and by weight, or empty ones; see linear_cross_entropy.
-
-    `kernel` is cross_entropy_ of definition or of triton_kernel.
-    """
+def _linear(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, gradient: bool) -> tuple:
+    """The sum of the losses, and its gradients by hidden and by weight, or empty ones; see linear_cross_entropy."""
+    losses = implementation("cross_entropy", hidden.device.type).losses
     total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
     dhidden, dweight = _gradients(hidden, weight, gradient)
     dweight.zero_()
@@ -37,12 +35,15 @@ def _linear(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, gr
         logits = hidden.new_empty((min(size, len(hidden)), len(weight)))
         for start in range(0, len(hidden), size):
             part = slice(start, min(start + size, len(hidden)))
-            chunk = logits[: part.stop - start]
-            torch.mm(hidden[part], matrix.T, out=chunk)
-            total += kernel(chunk, targets[part], vocab_size, gradient).sum()
+            rows, chunk = hidden[part], logits[: part.stop - start]
+            values, scales = losses(rows, matrix, targets[part], vocab_size, gradient, chunk)
+            total += values.sum()
             if gradient:
                 torch.mm(chunk, matrix, out=dhidden[part])
-                _add_product(dweight, chunk.T, hidden[part])
+                if scales is not None:
+                    dhidden[part].mul_(scales[:, None])
+                    rows = torch.mul(rows, scales[:, None], out=torch.empty_like(rows))
+                _add_product(dweight, chunk.T, rows)
     return total, dhidden, dweight
 
 
@@ -63,16 +64,8 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
 
 
-@library.impl(_library, "linear", "CPU")
-def _(hidden, weight, targets, vocab_size, gradient):
-    return _linear(hidden, weight, targets, vocab_size, gradient, definition.cross_entropy_)
-
-
-@library.impl(_library, "linear", "CUDA")
-def _(hidden, weight, targets, vocab_size, gradient):
-    from kernels.cross_entropy import triton_kernel  # Triton is needed, and installed, only where there is a GPU
-
-    return _linear(hidden, weight, targets, vocab_size, gradient, triton_kernel.cross_entropy_)
+for _device in ("CPU", "CUDA"):
+    _library.impl("linear", _linear, _device)
 
 
 @library.register_fake("cross_entropy::linear")

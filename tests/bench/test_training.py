@@ -255,6 +255,8 @@ def test_speed_memory_and_floor_are_compared_at_the_best(cell):
         ("void at::native::multi_tensor_apply_kernel<FusedOptimizerTensorListMetadata>", "optimizer"),
         ("gelu_gradient_kernel", "normalisation and elementwise"),
         ("linear_gelu_kernel", "matmul"),
+        ("linear_exponentials_kernel", "matmul"),
+        ("cross_entropy_sums_kernel", "head and loss"),
         ("triton_per_fused__to_copy_add_native_layer_norm_5", "normalisation and elementwise"),
     ],
 )

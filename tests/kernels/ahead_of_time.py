@@ -19,7 +19,8 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from kernels.adamw import triton_kernel as adamw
-from kernels.cross_entropy import triton_kernel as cross_entropy
+from kernels.cross_entropy import hopper as hopper_loss
+from kernels.cross_entropy import triton_kernels as cross_entropy
 from kernels.flash1 import launch as flash1_launch
 from kernels.flash1 import triton_kernels as flash1
 from kernels.flash2 import hopper_backward, hopper_forward, launch, triton_kernels
@@ -222,9 +223,12 @@ def compile_gluon(kernel, signature: dict, constants: dict, options: dict, sizes
 
 
 def compile_fused(job: tuple) -> list[dict]:
-    """A matrix product of Hopper with GELU in its epilogue."""
-    compilation = hopper_gelu.compilation(torch.bfloat16, *job)
-    compiled = compile_gluon(hopper_gelu.linear_gelu_kernel, *compilation, ("columns", "depth"))
+    """A matrix product of Hopper with GELU or, for the head, exponentials in its epilogue."""
+    if job:
+        kernel, compilation = hopper_gelu.linear_gelu_kernel, hopper_gelu.compilation(torch.bfloat16, *job)
+    else:
+        kernel, compilation = hopper_loss.linear_exponentials_kernel, hopper_loss.compilation()
+    compiled = compile_gluon(kernel, *compilation, ("columns", "depth"))
     return [report("sm_90", compiled, fused=job)]
 
 
@@ -233,6 +237,9 @@ def others(dtype: str) -> dict:
     data, fp32, size = f"*{dtype}", "*fp32", "i32"
     upcast = {"UPCAST": False}
     loss = (data, "*i64", fp32, size, size, size), {"N": cross_entropy.LONGEST_BLOCK, "GRADIENT": True} | upcast
+    (m_t, k_t), m_r = cross_entropy.TARGETS_TILE, cross_entropy.SUMS_ROWS
+    own = (data, data, "*i64", fp32, size, MULTIPLE), {"M": m_t, "K": k_t}
+    left = (data, fp32, "*i64", fp32, fp32, MULTIPLE, size, size), {"M": m_r, "N": 256} | upcast
     (m, n, forward_warps), (rows, columns, backward_warps) = gelu.FORWARD, gelu.BACKWARD
     forward = (data, data, size, size), {"M": m, "N": n, "KEEP_OUTPUT": True} | upcast
     m_s, n_s, softmax_warps = softmax.tile(LONGEST_ROW)
@@ -256,6 +263,8 @@ def others(dtype: str) -> dict:
     return {
         "adamw": (adamw.adamw_kernel, *step, adamw.WARPS),
         "cross_entropy": (cross_entropy.cross_entropy_kernel, *loss, cross_entropy.WARPS),
+        "cross_entropy targets": (cross_entropy.cross_entropy_target_kernel, *own, cross_entropy.TARGETS_WARPS),
+        "cross_entropy sums": (cross_entropy.cross_entropy_sums_kernel, *left, cross_entropy.SUMS_WARPS),
         "softmax": (softmax.softmax_kernel, *rows_of_scores, softmax_warps),
         "softmax gradient": (softmax.softmax_gradient_kernel, *rows_of_scores, softmax_warps),
         "gelu forward": (gelu.gelu_kernel, *forward, forward_warps),
@@ -296,8 +305,9 @@ def specialised() -> list[tuple]:
 
 
 def fused() -> list[tuple]:
-    """Jobs for the products with GELU, a few seconds each: whether of the gradient, whether GELU's output is kept."""
-    return list(itertools.product((False, True), (False, True)))
+    """Jobs for the products with GELU, a few seconds each: whether of the gradient, whether GELU's output is kept; and
+    an empty one for the head's."""
+    return [*itertools.product((False, True), (False, True)), ()]
 
 
 def tuned() -> list[tuple]:

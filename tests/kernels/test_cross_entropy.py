@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 import kernels.cross_entropy.op as op
-from kernels.cross_entropy import definition, linear_cross_entropy, triton_kernel
+from kernels.cross_entropy import definition, launch, linear_cross_entropy, triton_kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -19,7 +19,7 @@ def reference(logits: torch.Tensor, targets: torch.Tensor, vocab_size: int) -> t
     return losses.detach(), torch.autograd.grad(losses.sum(), logits)[0]
 
 
-@pytest.mark.parametrize("implementation", [definition, triton_kernel], ids=["definition", "Triton"])
+@pytest.mark.parametrize("implementation", [definition, triton_kernels], ids=["definition", "Triton"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("rows", "vocab_size", "padded"), [(3, 1, 64), (5, 257, 320), (2, 4095, 4096), (3, 9001, 9024), (2, 50257, 50304)]
@@ -42,7 +42,119 @@ def test_losses_and_gradients_are_as_accurate_as_torchs(implementation, dtype, r
     assert (found.double() - exact).norm() <= 1.05 * (rounded - exact).norm() + 1e-6 * rows
 
 
-@pytest.mark.parametrize("implementation", [definition, triton_kernel], ids=["definition", "Triton"])
+def draw(rows: int, vocab_size: int, depth: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Hidden states, weight with rows of padding that would be all of the softmax, and targets as likely as they are.
+
+    Logits share an offset, as GPT-2's do; one row is all but sure of its target, and one target does not count.
+    """
+    torch.manual_seed(rows)
+    hidden, weight = torch.randn(rows, depth), 3 * depth**-0.5 * torch.randn(-(-vocab_size // 64) * 64, depth)
+    hidden[:, 0], weight[:, 0] = 10, -3
+    weight[vocab_size:] = hidden[0].sign() * 10
+    hidden, weight = hidden.to(DEVICE, dtype), weight.to(DEVICE, dtype)
+    targets = (hidden.float() @ weight[:vocab_size].float().T).softmax(1).multinomial(1)[:, 0]
+    hidden[0] = weight[targets[0]] * 5
+    targets[rows // 2] = -100
+    return hidden, weight, targets
+
+
+def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return ((found.double() - exact).norm() / exact.norm()).item()
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize(("rows", "vocab_size", "depth"), [(3, 257, 16), (35, 1100, 300)])
+def test_sums_of_exponentials_are_what_losses_and_gradients_are_made_of(rows, vocab_size, depth, dtype):
+    hidden, weight, targets = draw(rows, vocab_size, depth, dtype)
+    logits = hidden.double() @ weight.double().T
+    counts = targets >= 0
+    exact_losses, exact = reference(logits[counts], targets[counts], vocab_size)
+    own = triton_kernels.target_logits(hidden, weight, targets)
+    torch.testing.assert_close(
+        own.double(), logits.gather(1, targets.clamp(min=0)[:, None])[:, 0], rtol=1e-5, atol=1e-5
+    )
+    exponentials = (logits - own[:, None]).exp().float()
+    exponentials[:, vocab_size:] = 0
+    sums = torch.stack([tile.sum(1) for tile in exponentials.split(256, 1)])
+    found = exponentials.to(dtype)
+    losses, scales = triton_kernels.relative_losses_(found, sums, targets)
+    assert losses[~counts].eq(0).all() and scales[~counts].eq(0).all()
+    torch.testing.assert_close(losses[counts].double(), exact_losses, rtol=2e-6, atol=1e-5)
+    error = (found.double() * scales[:, None])[counts] - exact
+    assert error.norm() <= torch.finfo(dtype).eps / 2 * exact.norm() + 1e-5
+    sums[0, 0] = float("nan")
+    losses, scales = triton_kernels.relative_losses_(found, sums, targets)
+    assert losses.isnan().tolist() == scales.isnan().tolist() == [True] + [False] * (rows - 1)
+
+
+# A ragged tile of rows and of columns, one step, and more tiles of rows than are walked over at a time.
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("rows", "vocab_size", "depth"), [(1, 50257, 768), (200, 50257, 64), (1000, 50257, 1600), (9000, 5000, 200)]
+)
+def test_hoppers_losses_are_nearer_to_fp64s_than_from_rounded_logits(rows, vocab_size, depth):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("of Hopper alone")
+    from kernels.cross_entropy import hopper
+
+    hidden, weight, targets = draw(rows, vocab_size, depth, torch.bfloat16)
+    counts = targets >= 0
+    exact_losses, exact = torch.zeros(rows).to(DEVICE).double(), torch.zeros(rows, len(weight)).to(DEVICE).double()
+    logits = hidden.double() @ weight.double().T
+    if counts.any():
+        exact_losses[counts], exact[counts] = reference(logits[counts], targets[counts], vocab_size)
+    out = torch.full_like(exact, float("nan"), dtype=torch.bfloat16)
+    losses, scales = hopper.losses(hidden, weight, targets, vocab_size, out)
+    plain = logits.bfloat16()
+    plain_losses = triton_kernels.cross_entropy_(plain, targets, vocab_size, True)
+    assert (losses - exact_losses).norm() <= 0.5 * (plain_losses - exact_losses).norm() + 1e-5
+    assert out[:, vocab_size:].eq(0).all() and losses[~counts].eq(0).all() and scales[~counts].eq(0).all()
+    found = out.double() * scales[:, None]
+    assert (found - exact).norm() <= 1.1 * (plain.double() - exact).norm() + torch.finfo(out.dtype).eps * exact.norm()
+    assert torch.equal(hopper.losses(hidden, weight, targets, vocab_size, out)[0], losses)
+
+
+@pytest.mark.gpu
+def test_on_hopper_what_is_far_beyond_the_targets_logit_stays_finite_and_nan_is_told():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("of Hopper alone")
+    hidden, weight, targets = draw(1000, 50257, 768, torch.bfloat16)
+    hidden[1], targets[1] = 0, 8
+    hidden[1, 1], weight[7, 1] = 30, 100  # token 7 is 3000 nats more likely there
+    hidden.requires_grad_()
+    (gradient,) = torch.autograd.grad(linear_cross_entropy(hidden, weight, targets, 50257), hidden)
+    wanted = (weight[7] - weight[8]).float() / (len(targets) - 1)
+    assert gradient.isfinite().all()
+    torch.testing.assert_close(gradient[1].float(), wanted, rtol=0.02, atol=1e-5)
+    hidden.data[5, 3] = float("nan")
+    assert linear_cross_entropy(hidden, weight, targets, 50257).isnan()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_heads_gradients_by_hoppers_product_are_within_a_rounding_of_the_plain_ones(weight_dtype, monkeypatch):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("of Hopper alone")
+    hidden, weight, targets = draw(10000, 50257, 256, torch.bfloat16)
+    hidden, weight = hidden.requires_grad_(), weight.to(weight_dtype).requires_grad_()
+    fused, ran = launch.products.fuses, []
+    monkeypatch.setattr(launch.products, "fuses", lambda *of: ran.append(fused(*of)) or ran[-1])
+    loss = linear_cross_entropy(hidden, weight, targets, 50257)
+    found = torch.autograd.grad(loss, (hidden, weight))
+    assert len(ran) == 3 and all(ran)
+    monkeypatch.setattr(launch.products, "fuses", lambda *of: False)
+    plain_loss = linear_cross_entropy(hidden, weight, targets, 50257)
+    plain = torch.autograd.grad(plain_loss, (hidden, weight))
+    counts = targets >= 0
+    logits = (hidden.double() @ weight.to(hidden.dtype).double().T)[counts, :50257]
+    exact_loss = F.cross_entropy(logits, targets[counts])
+    exact = torch.autograd.grad(exact_loss, (hidden, weight))
+    assert abs(loss - exact_loss) <= abs(plain_loss - exact_loss) + 1e-5
+    for ours, theirs, wanted in zip(found, plain, exact, strict=True):
+        assert relative_error(ours, wanted.double()) <= 1.1 * relative_error(theirs, wanted.double()) + 2**-9
+
+
+@pytest.mark.parametrize("implementation", [definition, triton_kernels], ids=["definition", "Triton"])
 @pytest.mark.parametrize("vocab_size", [63, 9000])
 def test_a_negative_target_does_not_count(implementation, vocab_size):
     logits = torch.randn(3, 9024, device=DEVICE)[:, : -(-vocab_size // 64) * 64].contiguous()
@@ -64,7 +176,7 @@ def test_the_mean_is_over_the_targets_that_count():
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("implementation", [definition, triton_kernel], ids=["definition", "Triton"])
+@pytest.mark.parametrize("implementation", [definition, triton_kernels], ids=["definition", "Triton"])
 def test_without_gradient_the_logits_stay(implementation):
     logits, targets = torch.randn(4, 192, device=DEVICE), torch.tensor([0, 5, 130, 7], device=DEVICE)
     before = logits.clone()

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import library
 
+from kernels import products
 from kernels.gelu import definition, gelu_mlp, launch, triton_kernels
 from tests.kernels.accuracy import is_rounded
 
@@ -148,10 +149,13 @@ def test_the_operators_are_well_formed():
         library.opcheck(torch.ops.gelu.backward, (dout, out_weight, x @ weight.T, keep_output))
 
 
-def test_only_whole_tiles_of_enough_work_are_fused():
+def test_only_whole_tiles_of_enough_work_are_fused(monkeypatch):
     shape = 131072, 3072, 768, torch.bfloat16
-    assert launch.is_fused(*shape, "sm_90")
-    assert not launch.is_fused(*shape, "sm_100") and not launch.is_fused(*shape[:3], torch.float32, "sm_90")
-    assert not launch.is_fused(131072, 3072 + 128, 768, torch.bfloat16, "sm_90")
-    assert not launch.is_fused(131072, 3072, 764, torch.bfloat16, "sm_90"), "rows that TMA cannot read"
-    assert not launch.is_fused(8, 3072, 768, torch.bfloat16, "sm_90"), "generation's"
+    assert products.is_fused(*shape, "sm_90")
+    assert not products.is_fused(*shape, "sm_100") and not products.is_fused(*shape[:3], torch.float32, "sm_90")
+    assert not products.is_fused(131072, 3072, 764, torch.bfloat16, "sm_90"), "rows that TMA cannot read"
+    assert not products.is_fused(131072, 3076, 768, torch.bfloat16, "sm_90"), "rows that are not written whole"
+    assert not products.is_fused(8, 3072, 768, torch.bfloat16, "sm_90"), "generation's"
+    monkeypatch.setattr(products, "fuses", lambda *of: True)
+    x = torch.empty(8, 768)
+    assert launch._fuses(131072, 3072, x) and not launch._fuses(131072, 3072 + 128, x)

@@ -1,8 +1,9 @@
 """Softmax cross-entropy with its gradient in Triton: logits are read from HBM once and replaced by the gradient.
 
-A program owns one row and walks it twice: for the logsumexp, by online softmax (Milakov and Gimelshein, 2018),
-and once, out of the L2 cache, for the gradient. N logits at a time are held as [N / 8, 8], whose rows are the 16 bytes
-that a thread reads at once: what is summed over a row needs no other thread.
+In cross_entropy_kernel a program owns one row and walks it twice: for the logsumexp, by online softmax (Milakov and
+Gimelshein, 2018), and once, out of the L2 cache, for the gradient. N logits at a time are held as [N / 8, 8], whose
+rows are the 16 bytes that a thread reads at once: what is summed over a row needs no other thread. The other kernels do
+what is left to do before and after Hopper's product (hopper.py).
 """
 
 import torch
@@ -91,3 +92,72 @@ def cross_entropy_(logits: Tensor, targets: Tensor, vocab_size: int, gradient: b
     interpreted = logits.device.type == "cpu"
     cross_entropy_kernel[(len(logits),)](*arguments, block, gradient, interpreted, num_warps=warps)
     return losses
+
+
+TARGETS_TILE, TARGETS_WARPS = (16, 256), 4  # rows, and columns at a time
+SUMS_ROWS, SUMS_WARPS = 16, 4
+
+
+@triton.jit
+def cross_entropy_target_kernel(hidden, weight, targets, out, rows, depth, M: tl.constexpr, K: tl.constexpr):
+    """out = sum(hidden * weight[targets]) over the depth, in fp32, of M rows; contiguous; that of row 0 where < 0."""
+    o_m = tl.program_id(0) * M + tl.arange(0, M)
+    o_k = tl.arange(0, K)
+    mask = o_m < rows
+    row = tl.maximum(tl.load(targets + o_m, mask=mask, other=0), 0)
+    p_hidden = hidden + o_m.to(tl.int64)[:, None] * depth
+    p_weight = weight + row.to(tl.int64)[:, None] * depth
+    acc = tl.zeros([M, K], tl.float32)
+    for k in range(0, depth, K):
+        inside = mask[:, None] & (k + o_k < depth)[None, :]
+        b_h = tl.load(p_hidden + (k + o_k)[None, :], mask=inside, other=0.0).to(tl.float32)
+        acc += b_h * tl.load(p_weight + (k + o_k)[None, :], mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + o_m, tl.sum(acc, 1), mask=mask)
+
+
+@triton.jit
+def cross_entropy_sums_kernel(
+    exponentials, sums, targets, losses, scales, s_row, rows, tiles, M: tl.constexpr, N: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    """From the sums (tiles, rows) of M rows' exponentials relative to their targets': see relative_losses_. N tiles."""
+    o_m, o_n = tl.program_id(0) * M + tl.arange(0, M), tl.arange(0, N)
+    mask = o_m < rows
+    target = tl.load(targets + o_m, mask=mask, other=-1)
+    inside = (o_n < tiles)[:, None] & mask[None, :]
+    l = tl.sum(tl.load(sums + o_n[:, None] * rows + o_m[None, :], mask=inside, other=0.0), 0)
+    l = tl.where(l < 1, 1.0, l)  # it has the target's 1 in it; unlike a maximum, this keeps NaN
+    counts = target >= 0
+    tl.store(losses + o_m, tl.where(counts, tl.log2(l) * LN_2, 0.0), mask=mask)
+    tl.store(scales + o_m, tl.where(counts, 1 / l, 0.0), mask=mask)
+    p_own = exponentials + o_m.to(tl.int64) * s_row + target
+    tl.store(p_own, to(1 - l, exponentials.dtype.element_ty, UPCAST), mask=mask & counts)
+
+
+def target_logits(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Row by row, hidden (N, C) times that row of weight (V, C) which is its target, (N,) in fp32.
+
+    Both are contiguous. Where a target is negative, times row 0.
+    """
+    rows, depth = hidden.shape
+    out = torch.empty(rows, device=hidden.device)
+    m, k = TARGETS_TILE
+    arguments = hidden, weight, targets, out, rows, depth, m, k
+    cross_entropy_target_kernel[(triton.cdiv(rows, m),)](*arguments, num_warps=TARGETS_WARPS)
+    return out
+
+
+def relative_losses_(exponentials: Tensor, sums: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Losses and scales (N,) in fp32, by which the rows of `exponentials` are to be multiplied to be their gradient.
+
+    exponentials (N, padded V), with dense rows, are exp(x - x_t) for logits x and the target's x_t, zero in the
+    padding; sums (tiles, N) fp32 add up to theirs. The target's is replaced. Where a target is negative the loss and
+    the scale are zero.
+    """
+    losses = torch.empty(len(targets), device=sums.device)
+    scales = torch.empty_like(losses)
+    arguments = exponentials, sums, targets, losses, scales, exponentials.stride(0), len(targets), len(sums)
+    grid, columns = (triton.cdiv(len(targets), SUMS_ROWS),), triton.next_power_of_2(len(sums))
+    interpreted = sums.device.type == "cpu"
+    cross_entropy_sums_kernel[grid](*arguments, SUMS_ROWS, columns, interpreted, num_warps=SUMS_WARPS)
+    return losses, scales

@@ -1,0 +1,112 @@
+"""Cross-entropy on Hopper without a pass over the logits: their exponentials leave the product that makes them.
+
+A token's loss, and its gradient by the logits x, depend on what they are beyond the logit of its target t alone:
+
+    e_v = exp(x_v - x_t),    l = sum_v e_v,    loss = log l,    dloss/dx_v = (e_v - l [v = t]) / l.
+
+x_t is a product of two vectors, which is soon made. The product over the whole vocabulary starts at -x_t, and its
+epilogue (kernels/hopper_product.py) writes e and adds it up over the columns of a tile. What is left is a number a row:
+l is the sum of its tiles'; 1 - l takes the place of e_t; and 1 / l scales what is narrow, the hidden states or their
+gradient, instead of e. Dividing by the maximum's exponential, as online softmax does, needs the logits once more.
+
+l is at least 1, so nothing that matters underflows. 16 bits hold e where they have fp32's range: in bf16.
+"""
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from kernels import hopper_product
+from kernels.cross_entropy import triton_kernels
+from kernels.hopper_product import (
+    CHUNK,
+    REGISTERS,
+    ROWS,
+    M,
+    N,
+    count_tiles,
+    multiplier,
+    operands,
+    shared_memory,
+    tile_at,
+)
+from kernels.warpgroups import barrier
+
+LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
+HIGHEST: gl.constexpr = gl.constexpr(69.0)  # a logit beyond its target's counts as this: exp(69) leaves room for sums
+
+
+@gluon.jit
+def _exponentials(results, out, sums, rows, columns, vocab_size):
+    """Writes exp(C), zero in the padding, and its sums over the columns of a tile, CHUNK rows at a time."""
+    c_slots, c_full, c_empty = results
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    CHUNKS: gl.constexpr = ROWS // CHUNK
+    o_n = gl.arange(0, N, layout=gl.SliceLayout(0, LAYOUT))
+    o_m = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT))
+    offsets = (o_m * columns)[:, None] + o_n[None, :]
+    for n in range(count_tiles(rows, columns)):
+        i, j = tile_at(n, rows, columns)
+        first, left = i.to(gl.int64) * columns + j, rows - i
+        p_sums = sums + j // N * rows + i
+        there, true = (j + o_n < columns)[None, :], (j + o_n < vocab_size)[None, :]
+        for C in gl.static_range(2):
+            mbarrier.wait(c_full.index(C), n & 1)
+            c_next = c_slots.index(C).slice(0, CHUNK).load(LAYOUT)
+            for chunk in gl.static_range(CHUNKS):
+                c = c_next
+                if chunk < CHUNKS - 1:
+                    c_next = c_slots.index(C).slice((chunk + 1) * CHUNK, CHUNK).load(LAYOUT)
+                barrier()  # the assembler moves no load past it: this one is to be under way during the arithmetic
+                if chunk == CHUNKS - 1:
+                    mbarrier.arrive(c_empty.index(C))
+                x = c.to(gl.float32)
+                x = gl.where(x > HIGHEST, HIGHEST, x)  # unlike a minimum, this keeps NaN
+                e = gl.where(true, gl.exp2(x * LOG2_E), 0.0)
+                gl.store(out + first + offsets, e.to(c.dtype), mask=(o_m < left)[:, None] & there)
+                gl.store(p_sums + o_m, gl.sum(e, 1), mask=o_m < left)
+                first += CHUNK * columns
+                p_sums += CHUNK
+                left -= CHUNK
+
+
+@gluon.jit(do_not_specialize=["rows", "vocab_size"])
+def linear_exponentials_kernel(
+    a, b, start, out, sums, rows, columns, depth, vocab_size, REGISTERS: gl.constexpr
+):  # fmt: skip
+    """out = exp(A B + start), zero in columns from vocab_size on, and `sums` those over the columns of each tile.
+
+    a reads [M, K] of A, b [N, K] of B^T; start (rows,) fp32; out (rows, columns), contiguous, columns a multiple of 8;
+    sums (cdiv(columns, N), rows) fp32. Grid: any number of programs up to that of the tiles.
+    """
+    rings, results = shared_memory(a, b)
+    shape = (rows, columns, depth)
+    gl.warp_specialize(
+        [
+            (multiplier, (0, a, b, start, rings, results, shape, True, "rows")),
+            (multiplier, (1, a, b, start, rings, results, shape, True, "rows")),
+            (_exponentials, (results, out, sums, rows, columns, vocab_size)),
+        ],
+        [4, 4],
+        [REGISTERS, REGISTERS],
+    )
+
+
+def compilation() -> tuple[dict, dict, dict]:
+    """Signature, constants and options of linear_exponentials_kernel, to compile it ahead of time."""
+    x, floats = torch.empty((M.value, N.value), dtype=torch.bfloat16), torch.empty(1)
+    tensors = *operands(x, x, transposed=True), floats, x, floats
+    scalars = "rows", "columns", "depth", "vocab_size"
+    return hopper_product.compilation(linear_exponentials_kernel, tensors, scalars, (REGISTERS,))
+
+
+def losses(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, out: Tensor) -> tuple[Tensor, Tensor]:
+    """Losses and scales (N,) fp32; `out` times the scales, row by row, is the gradient. See launch.losses."""
+    start = triton_kernels.target_logits(hidden, weight, targets).neg_()
+    sums = torch.empty((-(-len(weight) // N.value), len(hidden)), dtype=torch.float32, device=hidden.device)
+    tensors = *operands(hidden, weight, transposed=True), start, out, sums
+    scalars = *out.shape, hidden.shape[1], vocab_size
+    hopper_product.launch_product(linear_exponentials_kernel, (), hidden, tensors, scalars, (REGISTERS,))
+    return triton_kernels.relative_losses_(out, sums, targets)
