@@ -89,13 +89,11 @@ def _load(place, a, b, rings, shape, steps, TRANSPOSED: gl.constexpr):
 
 
 @gluon.jit
-def multiplier(
-    C: gl.constexpr, a, b, start, rings, results, shape, TRANSPOSED: gl.constexpr, START: gl.constexpr
-):  # fmt: skip
+def multiplier(C: gl.constexpr, a, b, start, rings, results, shape, TRANSPOSED: gl.constexpr, START: gl.constexpr):
     """Rows 64 C to 64 C + 64 of every tile of this program. The first one loads for both, STAGES - 1 steps ahead.
 
     TRANSPOSED, `b` reads [N, K] of B^T; else [K, N] of B. START tells what is added to the product: "columns", start
-    (columns,), a number to each; "rows", start (rows,); or None.
+    (columns,), a number to each, which are a multiple of N; "rows", start (rows,); or None.
     """
     rows, columns, depth = shape
     a_slots, b_slots, full, empty = rings

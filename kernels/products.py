@@ -12,8 +12,8 @@ MULTIPROCESSORS = 132  # of an H200 or an H100 SXM
 def is_fused(rows: int, columns: int, depth: int, dtype: torch.dtype, arch: str) -> bool:
     """Whether hopper_product.py multiplies (rows, depth) by (depth, columns).
 
-    It does on sm_90 under Triton 3.6 or later, in 16 bits, for rows that TMA can read and a tile for every
-    multiprocessor.
+    It does on sm_90 under Triton 3.6 or later, in 16 bits, for rows that are read and written 16 bytes at a time, and a
+    tile for every multiprocessor.
     """
     if arch != "sm_90" or triton_version() < (3, 6) or dtype.itemsize != 2:
         return False

@@ -1,19 +1,36 @@
-"""Softmax cross-entropy with its gradient in plain PyTorch: what the Triton kernel computes, and what runs on a CPU."""
+"""Softmax cross-entropy with its gradient in plain PyTorch: what the kernels compute, and what runs on a CPU."""
 
 import torch
 from torch import Tensor
 
+HIGHEST = 69.0
+"""Nats by which relative_losses counts a logit as above its target's at most: exp(69) leaves fp32 room for sums."""
+
 
 def losses(
-    hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, gradient: bool, logits: Tensor
+    hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, gradient: bool, out: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Losses (N,) of hidden (N, C), whose logits by weight (padded V, C) are written into `logits`; see cross_entropy_.
+    """Losses (N,) in nats, fp32, of hidden (N, C) by the head's weight (padded V, C); see cross_entropy_.
 
-    With `gradient`, that of the sum of the losses takes their place, but for a scale of each row, (N,) in fp32, if that
-    is not None.
+    out (N, padded V) is overwritten: with `gradient` by that of the sum of the losses by the logits, but for a scale of
+    each row, (N,) in fp32, which is returned too, or None.
     """
-    torch.mm(hidden, weight.T, out=logits)
-    return cross_entropy_(logits, targets, vocab_size, gradient), None
+    torch.mm(hidden, weight.T, out=out)
+    return cross_entropy_(out, targets, vocab_size, gradient), None
+
+
+def relative_losses(
+    hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, out: Tensor
+) -> tuple[Tensor, Tensor]:
+    """losses as Hopper computes them, with their scales: from exponentials relative to the target's; see hopper.py."""
+    own = targets.clamp(min=0)[:, None]
+    x = hidden.float() @ weight.float().T
+    e = (x - x.gather(1, own)).to(out.dtype).float().clamp(max=HIGHEST).exp()
+    e[:, vocab_size:] = 0
+    l, counts = e.sum(1).clamp(min=1), targets >= 0
+    out.copy_(e)
+    out.scatter_(1, own, (1 - l).to(out.dtype)[:, None])
+    return l.log() * counts, counts / l
 
 
 def cross_entropy_(logits: Tensor, targets: Tensor, vocab_size: int, gradient: bool) -> Tensor:

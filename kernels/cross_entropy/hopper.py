@@ -9,7 +9,9 @@ epilogue (kernels/hopper_product.py) writes e and adds it up over the columns of
 l is the sum of its tiles'; 1 - l takes the place of e_t; and 1 / l scales what is narrow, the hidden states or their
 gradient, instead of e. Dividing by the maximum's exponential, as online softmax does, needs the logits once more.
 
-l is at least 1, so nothing that matters underflows. 16 bits hold e where they have fp32's range: in bf16.
+l is at least 1, so nothing that matters underflows. 16 bits hold e where they have fp32's range: in bf16. Of what is
+rounded to them, x - x_t is small where x may not be: losses are nearer to fp64's than from rounded logits. Gradients
+are so too where the softmax is sharp; where it is flat they have a rounding that softmax - one_hot has not, of 1 - l.
 """
 
 import torch
@@ -19,7 +21,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from kernels import hopper_product
-from kernels.cross_entropy import triton_kernels
+from kernels.cross_entropy import definition, triton_kernels
+from kernels.cross_entropy.triton_kernels import LOG2_E
 from kernels.hopper_product import (
     CHUNK,
     REGISTERS,
@@ -34,8 +37,7 @@ from kernels.hopper_product import (
 )
 from kernels.warpgroups import barrier
 
-LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
-HIGHEST: gl.constexpr = gl.constexpr(69.0)  # a logit beyond its target's counts as this: exp(69) leaves room for sums
+HIGHEST: gl.constexpr = gl.constexpr(definition.HIGHEST)
 
 
 @gluon.jit
@@ -73,9 +75,7 @@ def _exponentials(results, out, sums, rows, columns, vocab_size):
 
 
 @gluon.jit(do_not_specialize=["rows", "vocab_size"])
-def linear_exponentials_kernel(
-    a, b, start, out, sums, rows, columns, depth, vocab_size, REGISTERS: gl.constexpr
-):  # fmt: skip
+def linear_exponentials_kernel(a, b, start, out, sums, rows, columns, depth, vocab_size, REGISTERS: gl.constexpr):
     """out = exp(A B + start), zero in columns from vocab_size on, and `sums` those over the columns of each tile.
 
     a reads [M, K] of A, b [N, K] of B^T; start (rows,) fp32; out (rows, columns), contiguous, columns a multiple of 8;
@@ -103,7 +103,7 @@ def compilation() -> tuple[dict, dict, dict]:
 
 
 def losses(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, out: Tensor) -> tuple[Tensor, Tensor]:
-    """Losses and scales (N,) fp32; `out` times the scales, row by row, is the gradient. See launch.losses."""
+    """Same contract as definition.relative_losses, for bf16 operands that products.fuses takes."""
     start = triton_kernels.target_logits(hidden, weight, targets).neg_()
     sums = torch.empty((-(-len(weight) // N.value), len(hidden)), dtype=torch.float32, device=hidden.device)
     tensors = *operands(hidden, weight, transposed=True), start, out, sums

@@ -97,6 +97,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_
     The products are computed in hidden's dtype, whatever the weight's; the gradient by weight is summed in the
     weight's, and its rows of padding are zero.
     """
+    targets = targets.contiguous()
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         return _LinearCrossEntropy.apply(hidden, weight, targets, vocab_size)
     return torch.ops.cross_entropy.linear(hidden, weight, targets, vocab_size, False)[0] / (targets >= 0).sum()

@@ -167,7 +167,7 @@ def _launch(a, b, bias, out, saved, recomputed, sums, gradient: bool, keep_outpu
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor, keep_output: bool) -> tuple[Tensor, Tensor]:
-    """Same contract as definition.forward, where is_fused."""
+    """Same contract as definition.forward, where launch.py takes it."""
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
     saved = torch.empty_like(out)
     _launch(x, weight, bias, out, saved, None, None, gradient=False, keep_output=keep_output)
@@ -175,7 +175,7 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor, keep_output: bool) -> tuple
 
 
 def backward(dout: Tensor, weight: Tensor, saved: Tensor, keep_output: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Same contract as definition.backward, where is_fused."""
+    """Same contract as definition.backward, where launch.py takes it."""
     rows, columns = saved.shape
     dpre, recomputed = torch.empty_like(saved), None if keep_output else torch.empty_like(saved)
     sums = torch.empty((-(-rows // M.value), columns), dtype=torch.float32, device=saved.device)
