@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 def reset_process(settings: TrainConfig, compute: Compute) -> None:
     """Fixes every random draw; in deterministic mode every kernel's order of summation too.
 
-    The jobs of a sweep are one process: what an earlier one compiled, chose or holds of the GPU's memory is given up.
+    The jobs of a sweep are one process: what an earlier one compiled, chose or holds of the GPU's memory is given up,
+    and its peak forgotten.
     """
     torch.manual_seed(settings.seed)
     torch.use_deterministic_algorithms(settings.deterministic)
@@ -43,6 +44,7 @@ def reset_process(settings: TrainConfig, compute: Compute) -> None:
     if compute.device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(compute.device)
 
 
 def load_resumed(config: "Config", folder: Path, world: World) -> State | None:
