@@ -161,13 +161,15 @@ def to_typed(config: DictConfig) -> Any:
 
 
 def _refuse_unusable(node: DictConfig, prefix: str = "") -> None:
-    known = [field.name for field in fields(OmegaConf.get_type(node))]
+    known = {field.name: field.type for field in fields(OmegaConf.get_type(node))}
     for key in node:
         if key not in known:
-            raise UserError(_no_setting(f"{prefix}{key}", known))
+            raise UserError(_no_setting(f"{prefix}{key}", list(known)))
         if OmegaConf.is_missing(node, key):
             continue
-        if is_dataclass(OmegaConf.get_type(node, key)):
+        if is_dataclass(known[key]):
+            if OmegaConf.get_type(node, key) is not known[key]:  # an interpolation, which OmegaConf lets through
+                raise UserError(f"{prefix}{key} has settings of its own, {prefix}{key}.KEY=...; give those")
             _refuse_unusable(node[key], f"{prefix}{key}.")
         elif isinstance(node[key], int) and not -(2**63) <= node[key] < 2**63:
             raise UserError(f"{prefix}{key}={node[key]} does not fit into 64 bits; give another number")

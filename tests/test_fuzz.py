@@ -63,6 +63,7 @@ KEYS = st.one_of(st.sampled_from(keys()), st.from_regex(r"[a-z~+]{1,3}[a-z.@/]{0
 @given(overrides=st.lists(st.tuples(KEYS, VALUES), min_size=1, max_size=3))
 @example(overrides=[("attention", "null")])  # a ValueError of Hydra's
 @example(overrides=[("optimizer.warmup_steps", "a[=\x85b")])  # a sentence of two lines
+@example(overrides=[("wandb", "${data.dir}")])  # text where settings of their own belong
 @settings(fuzz, max_examples=15)
 def test_any_command_line_is_taken_or_refused_in_one_sentence(tmp_path, overrides):
     arguments = [f"{key}={value}" for key, value in overrides]
@@ -74,7 +75,10 @@ def test_any_command_line_is_taken_or_refused_in_one_sentence(tmp_path, override
             launch(taken.append, "config", short={"checkpoint": "checkpoint.load"})
         except SystemExit as ended:
             assert ended.code == 2
-    if not taken:
+    if taken:
+        (config,) = taken
+        assert all(isinstance(getattr(config, x.name), x.type) for x in fields(config) if is_dataclass(x.type))
+    else:
         (sentence,) = err.getvalue().splitlines()
         assert sentence.startswith("error: ") and len(sentence) > len("error: ") + 5
 
