@@ -19,6 +19,10 @@ def export(config: ExportConfig) -> None:
         raise UserError(f"to={folder} exists and is not an empty folder; give a new one")
     state = checkpoint.load(config.checkpoint)
     model, eot = model_of(state, AttentionConfig("naive")), end_of_text(state["tokenizer"])
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"to={folder} cannot be made ({error.strerror}); give another") from error
     save_pretrained(model.config, model.state_dict(), folder, eot)
     print(f"step {state['step']} of {config.checkpoint} is now a Hugging Face GPT-2 in {folder}")
 

@@ -70,5 +70,7 @@ class DataConfig:
             raise UserError(f"data.name={self.name} is unknown: choose one of {', '.join(NAMES)}.")
         if not 0 < self.val_fraction < 1:
             raise UserError(f"data.val_fraction={self.val_fraction} leaves a split empty: choose it between 0 and 1.")
+        if self.split_seed < 0:
+            raise UserError(f"data.split_seed={self.split_seed} must be at least 0.")
         if self.workers is not None and self.workers < 1:
             raise UserError(f"data.workers={self.workers} must be at least 1, or null for all cores.")

@@ -1,5 +1,7 @@
 """export.py: what it writes is a GPT-2 to Hugging Face."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -42,6 +44,15 @@ def test_a_checkpoint_that_lacks_a_weight_is_refused_and_nothing_is_written(trai
     (sentence,) = outcome.err.splitlines()
     assert outcome.code == 2 and "step-00000030.pt is not of this version" in sentence and "c_fc.weight" in sentence
     assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize("place", ["/proc/model", "config.json/model"])  # each refused by an error of its own
+def test_a_folder_that_cannot_be_made_is_refused(trained, tmp_path, monkeypatch, place):
+    monkeypatch.chdir(tmp_path)
+    Path("config.json").touch()
+    outcome = run("export.py", f"checkpoint={trained}", f"to={place}")
+    (sentence,) = outcome.err.splitlines()
+    assert outcome.code == 2 and f"to={place} cannot be made (" in sentence
 
 
 def test_destination_is_asked_for(trained):

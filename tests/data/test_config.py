@@ -12,7 +12,9 @@ def test_is_a_schema_that_omegaconf_can_check():
     assert OmegaConf.to_object(config) == DataConfig(**STDLIB, val_fraction=0.05)
 
 
-@pytest.mark.parametrize("change", [{"name": "wikitext"}, {"val_fraction": 0.0}, {"val_fraction": 1.5}])
+@pytest.mark.parametrize(
+    "change", [{"name": "wikitext"}, {"val_fraction": 0.0}, {"val_fraction": 1.5}, {"split_seed": -1}]
+)
 def test_impossible_settings_are_refused_by_name(change):
     with pytest.raises(UserError, match=f"data.{next(iter(change))}"):
         DataConfig(**STDLIB | change)
