@@ -56,7 +56,7 @@ class Corpus:
                 if split not in self.splits:
                     pattern = getattr(config, f"{split}_files")
                     raise UserError(f"No file is called {pattern}: set data.{split}_files, or another data.source.")
-        self.bytes = sum(path.stat().st_size for path in self.files)
+        self.bytes = sum(_size(path) for path in self.files)
         self._column = config.text_column
         try:
             self._start = config.document_start and re.compile(config.document_start)
@@ -67,7 +67,7 @@ class Corpus:
 
     def fingerprint(self) -> str:
         """Of the files' names, order and sizes."""
-        listing = "".join(f"{path.name}\0{path.stat().st_size}\n" for path in self.files)
+        listing = "".join(f"{path.name}\0{_size(path)}\n" for path in self.files)
         return hashlib.sha256(listing.encode(errors="surrogateescape")).hexdigest()
 
     def count_rows(self) -> list[int]:
@@ -95,9 +95,9 @@ class Corpus:
 
         Raises UserError naming the file and row that cannot be read.
         """
-        bytes_before = sum(path.stat().st_size for path in self.files[: first[0]])
+        bytes_before = sum(_size(path) for path in self.files[: first[0]])
         for i in range(first[0], len(self.files)):
-            path, size = self.files[i], self.files[i].stat().st_size
+            path, size = self.files[i], _size(self.files[i])
             row_before = sum(rows[:i]) if rows else 0
             for number, text, share, following in self._parts(path, first[1] if i == first[0] else 0):
                 after = (i + 1, 0) if following is None else (i, following)
@@ -178,9 +178,15 @@ def _named(path: Path, row: Callable[[], int]) -> Iterator[None]:
         raise UserError(f"{path} cannot be read from row {row()} on: mend or remove it ({error}).") from error
 
 
+def _size(path: Path) -> int:
+    """In bytes; of a file that is there no more, a UserError."""
+    with _named(path, lambda: 1):
+        return path.stat().st_size
+
+
 def _text_bytes(path: Path, column: str) -> int:
     if path.suffix != ".parquet":
-        return path.stat().st_size * (4 if path.suffix in PACKED else 1)
+        return _size(path) * (4 if path.suffix in PACKED else 1)
     with _named(path, lambda: 1):
         file = pq.read_metadata(path)
     chunks = (file.row_group(i).column(j) for i in range(file.num_row_groups) for j in range(file.num_columns))

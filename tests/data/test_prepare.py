@@ -18,6 +18,7 @@ from data import hub, readers
 from data import prepare as module
 from data.config import DataConfig
 from data.prepare import hold_out, prepare
+from data.readers import Corpus
 from data.tokenizers import get_tokenizer
 from data.tokens import open_tokens
 from errors import UserError
@@ -302,6 +303,11 @@ def truncated_parquet(folder):
 
 def broken(name, content):
     return lambda folder: (folder / name).write_bytes(content)
+
+
+def test_a_file_that_goes_after_it_was_found_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"a\.txt cannot be read .*No such file"):
+        Corpus([tmp_path / "a.txt"], DataConfig("text", str(tmp_path / "out"), "byte", source=str(tmp_path)))
 
 
 @pytest.mark.parametrize(
