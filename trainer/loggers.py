@@ -83,7 +83,7 @@ class JsonlLogger(Logger):
 
     Strict JSON: a metric that is NaN or infinite keeps its key and becomes null. An existing file is continued, without
     the torn last line that a killed run may have left. What a full disk refuses is told once through `on_failure`,
-    kept, and written with a later row.
+    kept, and written with a later row; and that the file was deleted, when it begins anew.
     """
 
     def __init__(self, path: str | os.PathLike[str], on_failure: Callable[[str], None] = print):
@@ -114,6 +114,13 @@ class JsonlLogger(Logger):
     def _write(self) -> str | None:
         """Writes what is to be written; why the disk refuses."""
         try:
+            if (
+                self._unwritten and not os.fstat(self._file.fileno()).st_nlink
+            ):  # or rows would go where nobody finds them
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                deleted, self._file = self._file, self.path.open("ab", buffering=0)
+                deleted.close()
+                self._on_failure(f"{self.path} was deleted; a new one has the rows from here on")
             while self._unwritten:
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
         except OSError as error:

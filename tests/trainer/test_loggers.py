@@ -2,6 +2,7 @@ import io
 import json
 import math
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -103,6 +104,20 @@ def test_rows_that_a_full_disk_refuses_are_told_once_and_written_later(tmp_path)
     assert len(told) == 1 and "metrics.jsonl cannot be written (File too large)" in told[0]
     log.log(4, 40, {})
     assert [row["step"] for row in rows(log.path)] == [1, 2, 3, 4]
+
+
+def test_a_file_deleted_under_the_run_is_told_and_begun_anew(tmp_path):
+    told = []
+    log = JsonlLogger(tmp_path / "run" / "metrics.jsonl", on_failure=told.append)
+    log.log(1, 10, {})
+    shutil.rmtree(tmp_path / "run")
+    for step in (2, 3):
+        log.log(step, 10 * step, {})
+    assert len(told) == 1 and "metrics.jsonl was deleted" in told[0]
+    assert [row["step"] for row in rows(log.path)] == [2, 3]
+    shutil.rmtree(tmp_path / "run")
+    log.close()
+    assert not (tmp_path / "run").exists()
 
 
 def test_rows_still_waiting_at_the_end_are_written_or_told(tmp_path):
