@@ -238,11 +238,13 @@ def test_without_gradient_the_logits_stay(implementation):
     torch.testing.assert_close(losses, reference(logits, targets, 131)[0])
 
 
+@pytest.mark.parametrize("implementation", [definition, launch], ids=["definition", "kernels"])
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize("tokens", [1, 16, 50, 200], ids=lambda n: f"{n}_tokens")
-def test_loss_and_gradients_in_chunks_are_those_of_whole_logits(tokens, dtype, monkeypatch):
+def test_loss_and_gradients_in_chunks_are_those_of_whole_logits(implementation, tokens, dtype, monkeypatch):
     """By 4, 4, 7 and 16 tokens. With the weight in fp32 its gradient is summed in fp32, whatever the products' are."""
     monkeypatch.setattr(op, "CHUNK", (4, 16))
+    monkeypatch.setattr(op, "implementation", lambda *of: implementation)
     products, mm = [], torch.mm
     monkeypatch.setattr(torch, "mm", lambda a, b, out: products.append(out.shape) or mm(a, b, out=out))
     torch.manual_seed(0)
