@@ -239,7 +239,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--cells", help=f"only these, separated by commas (all: {', '.join(cell.name for cell in CELLS)})")
     help_ = (
-        f"only these (all: {', '.join(map(str, TRAINERS))}); by default all for gpt2_1k, {' and '.join(MAIN)} elsewhere"
+        f"only these (all: {', '.join(map(str, TRAINERS))}); by default all for gpt2_1k, {' and '.join(MAIN)} "
+        f"elsewhere, with both's naive for {' and '.join(LAST_OF_NAIVE)}"
     )
     add("--trainers", help=help_)
     add("--nanogpt", type=Path, help="nanoGPT's model.py; without it nanoGPT is left out")

@@ -2,7 +2,7 @@
 
 The settings of Hopper's warp-specialised kernels are written where they beat the plain kernels by 3 %. Candidates are
 compiled by many processes at once, each checked against the fp64 definition on random inputs; those that are right are
-then timed one after another in this process, sampled as bench.timing does. python -m bench.tune --help
+then timed one after another in this process, sampled as bench.timing does.
 """
 
 import argparse

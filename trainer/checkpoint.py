@@ -55,8 +55,8 @@ class CheckpointConfig:
     on_error: str = "stop"
     """When the disk takes no checkpoint: stop, or continue until the next; without the last one a run stops as well."""
     load: str | None = None
-    """For eval_only: a checkpoint, a run's folder, or a Hugging Face GPT-2 (folder or hub id). `checkpoint=...` on
-    the command line is short for it."""
+    """For eval_only and replay: a checkpoint, a run's folder, or a Hugging Face GPT-2 (folder or hub id).
+    `checkpoint=...` on the command line is short for it."""
 
     def __post_init__(self):
         for key in ("interval", "keep"):

@@ -98,7 +98,9 @@ def documents_table(results: Path) -> str:
         plain, masked = by_variant[name], by_variant[f"{name}:data.document_mask=true"]
         speeds = f"{plain['tokens_per_second']:,.0f} | {masked['tokens_per_second']:,.0f}"
         lines.append(f"| `{name}` | {speeds} | {masked['val_loss']:.4f} |")
-    return "\n".join([*lines, "", f"At commit {file['environment']['commit'][:12]}."])
+    steps, where = by_variant["flash2"]["steps"], file["environment"]
+    how = f"The same model and micro-batches, {steps} steps; one {where['gpu']} at commit {where['commit'][:12]}."
+    return "\n".join([*lines, "", how])
 
 
 def training_table(results: Path) -> str:
@@ -137,7 +139,7 @@ def training_table(results: Path) -> str:
         lines[-1] += f" Memory is the second step's, but that of the first step tried in {', '.join(early)}."
     told = dict.fromkeys(f" What {cell_of(row)} tells is {row['message']}." for row in best if row["message"])
     lines[-1] += "".join(told)
-    return "\n".join([*lines, "", f"{tried(rows)} {first_steps(file)}".strip()])
+    return "\n".join([*lines, "", f"{tried(rows)} {sampled(best)} {first_steps(file)}".strip()])
 
 
 def trainer_of(row: dict) -> str:
@@ -157,6 +159,19 @@ def tried(rows: list[dict]) -> str:
     texts = (f"{cell}: {', '.join(sizes)}" for cell, sizes in batches.items())
     lost = [f"{trainer_of(row)}, {cell_of(row)} by {row['batch_size']}" for row in rows if row["status"] == "oom"]
     return f"Micro-batches tried: {'; '.join(texts)}. Out of memory: {'; '.join(lost) or 'none'}."
+
+
+def sampled(rows: list[dict]) -> str:
+    """How many samples the medians are of, and how far apart those of a trainer are."""
+    taken = [row for row in rows if row.get("samples")]
+    if not taken:
+        return ""
+    cells = {}
+    for row in sorted(taken, key=lambda row: (len(row["samples"]), row["model"], row["context_length"])):
+        cells.setdefault(len(row["samples"]), {})[cell_of(row)] = None
+    counts = "; ".join(f"{count} of {', '.join(names)}" for count, names in cells.items())
+    apart = max(max(row["samples"]) / min(row["samples"]) - 1 for row in taken)
+    return f"Speeds are medians of samples taken in turn: {counts}; a trainer's are at most {apart:.1%} apart."
 
 
 def first_steps(file: dict) -> str:
