@@ -12,7 +12,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from conf.cli import chosen, launch, output_dir, sweep_name
+from conf.cli import chosen, is_sweep, launch, output_dir, sweep_name
 from conf.schema import Config
 from data.loader import IGNORED, DataError, document_options, validation_batches
 from data.tokenizers import end_of_text, get_tokenizer
@@ -25,7 +25,7 @@ from trainer.anomalies import IN_A_ROW, Watch, read_record
 from trainer.checkpoint import CheckpointError, Checkpoints
 from trainer.distributed import ALONE, World, join, started
 from trainer.evaluation import perplexity, score
-from trainer.folders import claimed
+from trainer.folders import claimed, refuse_another_jobs
 from trainer.loading import load_model
 from trainer.loggers import Loggers, WandbConfig, finite, start_loggers
 from trainer.memory import out_of_memory
@@ -70,6 +70,8 @@ def train(config: Config, world: World = ALONE) -> None:
     config.train.share(world.size)  # refused here, if it is to be
     tokens = world.first_ahead(lambda: open_tokens(config.data))
     where = Path(config.checkpoint.dir or folder / "checkpoints")
+    if is_sweep() and config.checkpoint.resume == "auto":
+        refuse_another_jobs(where, folder)
     resumed = load_resumed(config, where, world)
     writes_to = {folder: "hydra.run.dir", where: "checkpoint.dir"} if world.is_first else {}
     reset_process(config.train, compute)
@@ -176,9 +178,12 @@ def loop(run: Run) -> Path:
         else:
             meter.step(data_wait)
 
-        metrics = {}
+        metrics, intervals = {}, (settings.eval_interval, config.checkpoint.interval)
         if is_due(state.step, settings.log_interval, settings.max_steps):
             metrics = read_window(run, window) | meter.read()
+            window = []
+        elif any(is_due(state.step, interval, settings.max_steps) for interval in intervals):
+            read_window(run, window)  # before a checkpoint has steps in it that nobody would judge after a kill
             window = []
         try:
             if is_due(state.step, settings.eval_interval, settings.max_steps):
@@ -239,7 +244,7 @@ def attempt(run: Run, is_best: bool = False) -> Path | None:
     write = checkpoints.save_best if is_best else partial(checkpoints.save, state.step)
     for act in (lambda: checkpoints.settle(before=state.step), lambda: write(state.state_dict())):
         try:
-            path = act()
+            path = run.compute.world.agreed(act)  # or those that go on would wait for the one that does not
         except CheckpointError as error:
             if run.config.checkpoint.on_error == "stop":
                 raise
@@ -468,7 +473,7 @@ def sample(config: Config, compute: Compute, model: GPT2, tokens: TokenSet) -> s
     if not config.train.sample_tokens:
         return "no sample, as train.sample_tokens=0"
     try:
-        tokenizer = get_tokenizer(tokens.tokenizer)
+        tokenizer = compute.world.agreed(lambda: get_tokenizer(tokens.tokenizer))
     except UserError as error:
         return f"no sample: {error}"
     model.eval()

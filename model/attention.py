@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from errors import UserError, first_line
+from errors import UserError, first_line, is_of_memory
 from kernels.flash1 import flash1
 from kernels.flash2 import flash2, flash2_packed
 from kernels.flash2.blocks import BLOCK, Listed, butterfly, listed
@@ -283,6 +283,8 @@ def check_attention(
     try:
         build_attention(config)(q, k, v, causal=True, scale=1.0, dropout_p=dropout_p, **cuts).sum().backward()
     except (ValueError, RuntimeError) as error:
+        if is_of_memory(error):  # for which there are other remedies
+            raise
         backend = f" attention.backend={config.backend}" if config.name == "sdpa" else ""
         raise UserError(
             f"attention={config.name}{backend} cannot run on {device.type} with head_dim {head_dim}, {dtype}, "

@@ -27,6 +27,10 @@ CHECKPOINTING = "none", "selective", "full"  # of activations
 KEPT = [
     torch.ops.flash1.forward.default,
     torch.ops.flash2.forward.default,
+]
+# Torch's draw what they drop inside: where they are not run again, what is dropped after them would be drawn otherwise
+# than the first time. So with dropout they are computed twice.
+KEPT_WITHOUT_DROPOUT = [
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
@@ -153,7 +157,8 @@ class Block(nn.Module):
         """
         if self.activation_checkpointing != "full" or not torch.is_grad_enabled():
             return self._forward(x, branch, cache, cu_seqlens)
-        keep = partial(create_selective_checkpoint_contexts, KEPT)
+        drops = self.training and self.attn.dropout.p > 0
+        keep = partial(create_selective_checkpoint_contexts, KEPT if drops else KEPT + KEPT_WITHOUT_DROPOUT)
         x = x if branch is None else x + branch  # one tensor to keep instead of two
         return checkpoint(self._forward, x, None, cache, cu_seqlens, use_reentrant=False, context_fn=keep)
 

@@ -257,6 +257,26 @@ def test_too_many_steps_in_a_row_that_are_not_finite_stop_the_run(workplace, mon
     assert (refused.code, refused.err.count("is no record of a step")) == (2, 1)
 
 
+def test_no_checkpoint_has_steps_in_it_that_nobody_judged(workplace, monkeypatch):
+    """After a kill nobody would: here rows of metrics are further apart than checkpoints."""
+    often = ("train.log_interval=20", "train.eval_interval=99", "checkpoint.interval=10", "train.max_steps=20")
+    spoil(monkeypatch, math.nan, 7)
+    outcome = train("run", *often)
+    assert outcome.code == 2 and "the loss was nan and the gradient norm nan at step 7;" in outcome.err
+    assert [path.name for path in Path("run/checkpoints").iterdir()] == ["step-00000010.pt"], "saved as it stops"
+    spoil(monkeypatch, math.nan, 7)
+    train("skipping", *often, "train.on_nan=skip").ok()
+    assert load("skipping/checkpoints/step-00000010.pt")["skipped"] == 1
+
+
+def test_a_job_of_a_sweep_does_not_go_on_from_anothers_checkpoints(workplace):
+    sweep = ("-m", "attention=naive,sdpa", "hydra.sweep.dir=sweep", "checkpoint.resume=auto", "train.max_steps=2")
+    outcome = run("train.py", *sweep, *TINY, "checkpoint.dir=runs/a")
+    assert outcome.code == 2 and "runs/a has the checkpoints of the job 0_naive" in outcome.err
+    for _ in range(2):  # begun, and continued
+        run("train.py", *sweep, *TINY, "checkpoint.dir=runs/${hydra:job.num}").ok()
+
+
 def test_a_loss_that_is_no_number_is_told_though_the_disk_is_full(workplace, monkeypatch):
     spoil(monkeypatch, math.nan, 3)
     fill_disk_at(monkeypatch, "step-00000003.pt")

@@ -29,7 +29,6 @@ class BackgroundCheckpoints(Checkpoints):
 
     def __init__(self, folder: Path, keep: int, writes: bool, model: nn.Module):
         super().__init__(folder, keep, writes)
-        self._tell: Callable[[str], None] = print
         self._copied: int | None = None  # the step whose state is in the host's memory
         self._rest: State = {}  # of that state, all but weights and moments
         self._under_way: list[Future] = []

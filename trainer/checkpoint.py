@@ -72,10 +72,13 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int, writes: bool = True):
         self.folder, self.keep, self.writes = folder, keep, writes
         self._best: int | None = None  # the step that this run's best.pt is of
+        self._tell: Callable[[str], None] = print
+        self._undeletable: set[Path] = set()
 
     @contextmanager
     def saving(self, tell: Callable[[str], None]) -> Iterator[None]:
-        """Context of all saves, at whose end none is under way; `tell` is told of those that end beside training."""
+        """Context of all saves, at whose end none is under way; `tell` is told what ends no save."""
+        self._tell = tell
         yield
 
     def settle(self, before: int | None = None) -> None:
@@ -124,12 +127,21 @@ class Checkpoints:
         return path
 
     def prune(self, step: int) -> None:
-        """Deletes what `step`, which was just saved, makes outdated, and what killed runs have left half-written."""
+        """Deletes what `step`, which was just saved, makes outdated, and what killed runs have left half-written.
+
+        What the disk does not let go of is told once, and tried again after the next save.
+        """
         best = (self.folder / "best").resolve()  # a link to one of the folders
         outdated = [old for old in _all(self.folder) if _step(old) <= step][: -self.keep]
         for old in (*outdated, *self.folder.glob("*.partial")):
-            if old.resolve() != best:
+            if old.resolve() == best:
+                continue
+            try:
                 remove(old)
+            except OSError as error:
+                if old not in self._undeletable:
+                    self._tell(f"{old} is outdated and cannot be deleted ({error.strerror}); delete it by hand")
+                self._undeletable.add(old)
 
     def save_best(self, state: State) -> Path:
         """Replaces best.pt. Raises CheckpointError as `save` does."""

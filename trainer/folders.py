@@ -22,6 +22,25 @@ def claimed(folders: dict[Path, str]) -> Iterator[None]:
         yield
 
 
+_of_jobs: dict[Path, Path] = {}
+
+
+def refuse_another_jobs(folder: Path, outputs: Path) -> None:
+    """A job of a sweep must not continue another's checkpoints, which checkpoint.resume=auto would take for its own.
+
+    `outputs` is the job's folder, in that of the sweep.
+
+    Raises:
+        UserError: another job of the sweep, in this process, had the checkpoints in `folder`.
+    """
+    earlier = _of_jobs.setdefault(folder.resolve(), outputs)
+    if earlier != outputs and earlier.parent == outputs.parent:
+        raise UserError(
+            f"checkpoint.dir={folder} has the checkpoints of the job {earlier.name}, which checkpoint.resume=auto "
+            "would go on from; give each job of the sweep its own, such as 'checkpoint.dir=runs/${hydra:job.num}'"
+        )
+
+
 @contextmanager
 def _claimed(folder: Path, setting: str) -> Iterator[None]:
     path = folder / ".lock"

@@ -291,17 +291,27 @@ class WandbLogger(Logger):
         try:
             action(self._run)
         except Exception as error:
-            self._run = None
+            failed, self._run = self._run, None
             self._on_failure(
                 f"wandb failed and is off from here on; metrics.jsonl goes on ({described(error)}); what it has not "
                 f"sent, wandb sync {self._folder}/wandb/*run-* sends"
             )
+            _let_go(failed)
 
 
 # Left to itself wandb takes up to 90 s to start and any time at all to finish.
 REACH_TIMEOUT_S = 4.0
 INIT_TIMEOUT_S = 7.0
 FINISH_TIMEOUT_S = 60.0
+
+
+def _let_go(run: Any) -> None:
+    """Ends a run that failed, and wandb's process, if that takes no long: the next job of a sweep would get them."""
+    import wandb  # as in _start_wandb_run
+
+    for end in (lambda: run.finish(exit_code=1), wandb.teardown):
+        with suppress(Exception):
+            within(REACH_TIMEOUT_S, end)
 
 
 def _start_wandb_run(config: WandbConfig, run_config: dict[str, Any], folder: Path) -> Any:
@@ -418,10 +428,14 @@ def start_loggers(
     screen = ConsoleLogger(max_steps, console=console)
     remote = WandbLogger(wandb, run_config, folder, on_failure=screen.message)
     path = Path(folder) / "metrics.jsonl"
-    if resumed_step is None and path.exists():
-        path.replace(path.with_name("metrics.previous.jsonl"))
-    rows = JsonlLogger(path, on_failure=screen.message)
-    if resumed_step is not None:
-        rows.truncate_after(resumed_step)
+    try:
+        if resumed_step is None and path.exists():
+            path.replace(path.with_name("metrics.previous.jsonl"))
+        rows = JsonlLogger(path, on_failure=screen.message)
+        if resumed_step is not None:
+            rows.truncate_after(resumed_step)
+    except OSError:
+        remote.close(failed=True)
+        raise
     # The last is closed first, so that what wandb has to say at its end still finds the console.
     return Loggers([rows, screen, remote])

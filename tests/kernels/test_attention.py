@@ -234,3 +234,13 @@ def test_a_variant_that_cannot_run_is_refused_before_training():
         check_attention(AttentionConfig("sdpa", "cudnn"), **options)
     with pytest.raises(UserError, match="head sizes from 16 to 256, not 512"):
         check_attention(AttentionConfig("flash2"), **{**options, "head_dim": 512})
+
+
+def test_that_a_variant_finds_no_memory_is_no_reason_to_choose_another(monkeypatch):
+    def full(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setitem(VARIANTS, "naive", lambda config: full)
+    options = {"head_dim": 64, "dtype": F32, "dropout_p": 0.0, "device": torch.device("cpu"), "context_length": 64}
+    with pytest.raises(torch.OutOfMemoryError):
+        check_attention(AttentionConfig("naive"), **options)

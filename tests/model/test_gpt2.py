@@ -17,7 +17,7 @@ from conf.schema import register
 from errors import UserError
 from model import gpt2
 from model.attention import EXACT, AttentionConfig, build_attention
-from model.gpt2 import CHECKPOINTING, GPT2, KEPT, KeyValueCache, ModelConfig
+from model.gpt2 import CHECKPOINTING, GPT2, KEPT, KEPT_WITHOUT_DROPOUT, KeyValueCache, ModelConfig
 
 with torch.device("meta"):
     torch.empty(0)  # torch lists what makes tensors at first use; the poisoned torch.empty of a test must not be in it
@@ -281,8 +281,36 @@ def test_activation_checkpointing_changes_no_gradient_and_keeps_attention(attent
     assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*gradients, strict=True))
     gelu = torch.ops.gelu.forward.default
     assert [of[gelu] for of in ran] == [2, 2, 4], "each block's once more"
-    attended = [sum(of[op] for op in KEPT) for of in ran]
+    attended = [sum(of[op] for op in KEPT + KEPT_WITHOUT_DROPOUT) for of in ran]
     assert attended == ([0, 0, 0] if attention in ("naive", "fused_softmax") else [2, 2, 2])
+
+
+@torch.library.custom_op("test_gpt2::drop", mutates_args=())
+def drop(x: torch.Tensor, p: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """x with a share p dropped, and its factors: drawn inside, as by torch's fused attentions on a GPU."""
+    kept = (torch.rand_like(x) >= p) / (1 - p)
+    return x * kept, kept
+
+
+drop.register_autograd(
+    lambda ctx, dout, _: (dout * ctx.saved_tensors[0], None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output[1]),
+)
+
+
+def test_an_operator_that_draws_inside_is_computed_twice_where_it_drops(monkeypatch):
+    """Kept, it would leave the generator where it was, and what is dropped after it would be drawn otherwise."""
+    monkeypatch.setattr(gpt2, "KEPT_WITHOUT_DROPOUT", [torch.ops.test_gpt2.drop.default])
+    gradients, tokens = [], tokens_of(2, 41)
+    for checkpointing in ("none", "full"):
+        model = sharpen(build("naive", dropout=0.2))
+        for block in model.h:
+            block.activation_checkpointing = checkpointing
+            block.attn.attention = lambda q, k, v, *, dropout_p, **of: drop(v, dropout_p)[0]
+        torch.manual_seed(3)
+        model(tokens[:, :-1], tokens[:, 1:]).backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert torch.equal(*gradients)
 
 
 def test_in_16_bits_selective_checkpointing_differs_by_the_rounding_of_gelus_slope():

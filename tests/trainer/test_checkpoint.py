@@ -227,6 +227,18 @@ def test_what_a_kill_between_naming_and_renaming_left_is_not_written_into(tmp_pa
     assert best.read_bytes() == before and load(tmp_path)["step"] == 6
 
 
+def test_an_old_checkpoint_that_cannot_be_deleted_is_told_once_and_no_save_fails(tmp_path, monkeypatch):
+    checkpoints, told = Checkpoints(tmp_path, keep=1), []
+    first = checkpoints.save(1, small(1))
+    unlink = Path.unlink
+    monkeypatch.setattr(Path, "unlink", lambda path, **of: fail() if path == first else unlink(path, **of))
+    with checkpoints.saving(told.append):
+        for step in (2, 3):
+            assert load(checkpoints.save(step, small(step)))["step"] == step
+    assert len(told) == 1 and f"{first} is outdated and cannot be deleted (" in told[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001.pt", "step-00000003.pt"]
+
+
 def test_folders_go_as_files_do_and_the_one_that_best_links_to_stays(tmp_path):
     """Those of runs whose weights were split, and which go on as files."""
     checkpoints = Checkpoints(tmp_path, keep=2)

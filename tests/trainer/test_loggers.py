@@ -349,13 +349,15 @@ def test_what_is_no_address_of_a_server_does_not_answer(server):
 
 class BrokenRun:
     def __init__(self):
-        self.calls = 0
+        self.calls = []
 
     def log(self, *_, **__):
-        self.calls += 1
+        self.calls.append("log")
         raise ConnectionResetError("gone\nwith a long trace")
 
-    finish = log
+    def finish(self, *_, **__):
+        self.calls.append("finish")
+        raise ConnectionResetError("gone\nwith a long trace")
 
 
 def test_a_wandb_that_breaks_is_announced_once_and_left_alone(tmp_path, monkeypatch):
@@ -364,12 +366,29 @@ def test_a_wandb_that_breaks_is_announced_once_and_left_alone(tmp_path, monkeypa
     with start_loggers(tmp_path, max_steps=9, wandb=WandbConfig(), run_config={}, console=console) as loggers:
         for step in (1, 2, 3):
             loggers.log(step, step, {"train/loss": 1.0})
-    assert broken.calls == 1
+    assert broken.calls == ["log", "finish"]
     assert [line for line in printed(console) if "wandb" in line] == [
         "wandb failed and is off from here on; metrics.jsonl goes on (ConnectionResetError: gone); what it has not "
         f"sent, wandb sync {tmp_path}/wandb/*run-* sends"
     ]
     assert len(rows(tmp_path / "metrics.jsonl")) == 3
+
+
+def test_after_a_failure_the_next_job_of_a_sweep_has_a_run_of_its_own(tmp_path):
+    """Left alone, wandb would give it the one that failed."""
+    code = """if True:
+        from trainer.loggers import WandbConfig, WandbLogger
+        first = WandbLogger(WandbConfig(), {}, "first")
+        first.log(1, 10, {"train/loss": 1.0})
+        first.log(2, 20, {3: object()})
+        second = WandbLogger(WandbConfig(), {}, "second")
+        second.log(1, 10, {"train/loss": 2.0})
+        second.close()
+        """
+    out, _ = run_python(code, tmp_path)
+    assert out.count("wandb failed and is off") == 1
+    (first,), (second,) = (offline_wandb.read(tmp_path / name).history for name in ("first", "second"))
+    assert (first["train/loss"], second["train/loss"]) == (1.0, 2.0)
 
 
 def test_a_wandb_that_breaks_at_the_end_is_announced_too(tmp_path, monkeypatch):
