@@ -1,5 +1,6 @@
 """Runs of train.py by several processes, in one launch: torchrun tests/several.py "FOLDER OVERRIDES" ..."""
 
+import errno
 import os
 import re
 import signal
@@ -138,6 +139,26 @@ def locked(patch: pytest.MonkeyPatch) -> None:
         patch.setattr("trainer.folders.claimed", refuse)
 
 
+def refused(patch: pytest.MonkeyPatch) -> None:
+    """The disk takes no checkpoint of the first process, which alone writes them."""
+
+    def write(path: Path, state: dict):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if os.environ["RANK"] == "0":
+        patch.setattr(checkpoint, "write_file", write)
+
+
+def wordless(patch: pytest.MonkeyPatch) -> None:
+    """The second process alone lacks the vocabulary that a sample needs."""
+
+    def get_tokenizer(name: str):
+        raise UserError(f"no {name}")
+
+    if os.environ["RANK"] == "1":
+        patch.setattr("data.tokenizers.get_tokenizer", get_tokenizer)
+
+
 def compiled(patch: pytest.MonkeyPatch) -> None:
     """Nothing goes wrong: as on a GPU each block is compiled, though by a compiler that leaves it as it is."""
     patch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
@@ -146,6 +167,8 @@ def compiled(patch: pytest.MonkeyPatch) -> None:
 FAULTS = {
     "locked": locked,
     "nowhere": lambda _: None,  # there is no such data.dir
+    "refused": refused,
+    "wordless": wordless,
     "compiled": compiled,
     "unreadable": unreadable,
     "slow_unreadable": unreadable_while_slow,

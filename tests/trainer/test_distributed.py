@@ -60,6 +60,8 @@ def runs(tmp_path_factory) -> Path:
             2,
             f"locked {GLOBAL}",
             f"nowhere {GLOBAL} data.dir=nowhere",
+            f"refused {GLOBAL}",
+            f"wordless {GLOBAL} parallel=fsdp train.sample_tokens=5",
             f"compiled {GLOBAL} parallel=fsdp model.n_layer=4 train.compile=true train.sample_tokens=5",
             f"ddp {GLOBAL}",
             f"fsdp_after_alone {GLOBAL} parallel=fsdp {resume.format('alone')}.pt",
@@ -117,11 +119,23 @@ def test_the_first_process_alone_logs_and_saves(runs):
         assert load(runs / folder / "checkpoints" / "step-00000006.pt")["loader"]["position"] == 6 * 16
 
 
-@pytest.mark.parametrize(("folder", "sentence"), [("locked", "another run writes to locked"), ("nowhere", "nowhere")])
+@pytest.mark.parametrize(
+    ("folder", "sentence"),
+    [
+        ("locked", "another run writes to locked"),
+        ("nowhere", "nowhere"),
+        ("refused", "could not be written (No space left on device)"),
+    ],
+)
 def test_what_the_first_process_refuses_the_others_refuse_too(runs, folder, sentence):
     """So that those of a sweep, or here of what tests/several.py runs next, meet again in the next job."""
-    code, error = (runs / folder / "out.txt").read_text().splitlines()
+    code, *_, error = (runs / folder / "out.txt").read_text().splitlines()
     assert code == "2" and error.startswith("error: ") and sentence in error
+
+
+def test_what_one_process_lacks_for_a_sample_leaves_it_out_in_all(runs):
+    code, *lines = (runs / "wordless" / "out.txt").read_text().splitlines()
+    assert code == "0" and "no sample: no byte" in lines
 
 
 def test_blocks_that_are_compiled_one_by_one_sample_too(runs):
