@@ -165,6 +165,9 @@ def loop(run: Run) -> Path:
     meter = build_meter(state.model, tokens_per_step, compute)
     window: list[Tensor] = []  # loss and gradient norm of every step since the last row, still on the device
     path, saved_step, compiling = None, None, True
+    if state.evaluated < state.step and is_due(state.step, settings.eval_interval, settings.max_steps):
+        if metrics := validate(run, model):  # what a request to stop cut short
+            log.log(state.step, state.tokens, metrics)
     while state.step < settings.max_steps and not compute.world.is_stopped(run.stop):
         began = time.perf_counter()
         result, data_wait = train_step(model, state, config, compute)
@@ -188,10 +191,7 @@ def loop(run: Run) -> Path:
         try:
             if is_due(state.step, settings.eval_interval, settings.max_steps):
                 with meter.excluded():
-                    metrics |= evaluate(model, state.model.config, config, compute, run.tokens, run.stop)
-                    if metrics.get("val/loss", math.inf) < state.best_loss:
-                        state.best_loss = metrics["val/loss"]
-                        attempt(run, is_best=True)
+                    metrics |= validate(run, model)
         finally:  # an evaluation that fails does not cost what the step itself came to
             if metrics:
                 log.log(state.step, state.tokens, metrics)
@@ -205,6 +205,18 @@ def loop(run: Run) -> Path:
         return save(run)
     compute.world.agreed(run.checkpoints.settle)
     return path
+
+
+def validate(run: Run, model: nn.Module) -> dict[str, float]:
+    """Loss and perplexity of validation after the last step, saved if it is the best so far; see evaluate."""
+    state = run.state
+    metrics = evaluate(model, state.model.config, run.config, run.compute, run.tokens, run.stop)
+    if metrics:
+        state.evaluated = state.step
+    if metrics.get("val/loss", math.inf) < state.best_loss:
+        state.best_loss = metrics["val/loss"]
+        attempt(run, is_best=True)
+    return metrics
 
 
 def save(run: Run) -> Path:

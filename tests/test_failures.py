@@ -220,6 +220,13 @@ def test_a_signal_during_an_evaluation_does_not_wait_for_its_end(workplace, monk
     assert outcome.code == 128 + signal.SIGTERM and "SIGTERM after step 10; continue with" in outcome.out
     assert load(find("run"))["step"] == 10 and curve("run", "val/loss")[-1] == (10, None)
     assert curve("run", "train/loss")[-1][1] is not None, "what the step came to is told"
+    monkeypatch.undo()
+    monkeypatch.chdir(workplace)
+    resume = ("train.max_steps=20", "checkpoint.dir=run/checkpoints", "checkpoint.resume=auto")
+    train("run", *resume).ok()
+    train("whole", "train.max_steps=20").ok()
+    made_up, whole = ({step: loss for step, loss in curve(of, "val/loss") if loss} for of in ("run", "whole"))
+    assert made_up == whole and list(whole) == [10, 20], "what was cut short is made up"
 
 
 def spoil(monkeypatch, factor: float, *calls: int) -> None:

@@ -26,6 +26,8 @@ class TrainState:
     """Optimizer steps finished."""
     best_loss: float = float("inf")
     """Lowest validation loss so far, in nats."""
+    evaluated: int = 0
+    """The step of the last evaluation that came to its end."""
     skipped: int = 0
     """Steps so far that were not finite, and dropped."""
     norms: list[float] = field(default_factory=list)
@@ -55,6 +57,7 @@ class TrainState:
             "tokenizer": self.tokenizer,
             "step": self.step,
             "best_loss": self.best_loss,
+            "evaluated": self.evaluated,
             "skipped": self.skipped,
             "norms": list(self.norms),
             "rng": rng_state(),
@@ -84,6 +87,7 @@ class TrainState:
         self.loader.load_state_dict(state["loader"])
         self.step, self.best_loss, self.skipped = state["step"], float(state["best_loss"]), int(state["skipped"])
         self.norms = [float(norm) for norm in state.get("norms", [])]  # older checkpoints have none
+        self.evaluated = int(state.get("evaluated", self.step))  # nor this
         set_rng_state(state["rng"])
 
 
