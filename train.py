@@ -165,9 +165,10 @@ def loop(run: Run) -> Path:
     meter = build_meter(state.model, tokens_per_step, compute)
     window: list[Tensor] = []  # loss and gradient norm of every step since the last row, still on the device
     path, saved_step, compiling = None, None, True
-    if state.evaluated < state.step and is_due(state.step, settings.eval_interval, settings.max_steps):
-        if metrics := validate(run, model):  # what a request to stop cut short
-            log.log(state.step, state.tokens, metrics)
+    unlogged: dict[str, float] = {}  # metrics of the newest step, where it is judged and in no row
+    is_cut_short = state.evaluated < state.step and is_due(state.step, settings.eval_interval, settings.max_steps)
+    if is_cut_short and (metrics := validate(run, model)):
+        log.log(state.step, state.tokens, metrics)
     while state.step < settings.max_steps and not compute.world.is_stopped(run.stop):
         began = time.perf_counter()
         result, data_wait = train_step(model, state, config, compute)
@@ -184,9 +185,9 @@ def loop(run: Run) -> Path:
         metrics, intervals = {}, (settings.eval_interval, config.checkpoint.interval)
         if is_due(state.step, settings.log_interval, settings.max_steps):
             metrics = read_window(run, window) | meter.read()
-            window = []
+            window, unlogged = [], {}
         elif any(is_due(state.step, interval, settings.max_steps) for interval in intervals):
-            read_window(run, window)  # before a checkpoint has steps in it that nobody would judge after a kill
+            unlogged = read_window(run, window)  # or a checkpoint would have steps that nobody judges after a kill
             window = []
         try:
             if is_due(state.step, settings.eval_interval, settings.max_steps):
@@ -200,7 +201,9 @@ def loop(run: Run) -> Path:
                 if saved := attempt(run):
                     path, saved_step = saved, state.step
     if window:
-        log.log(state.step, state.tokens, read_window(run, window))
+        unlogged = read_window(run, window)
+    if unlogged:
+        log.log(state.step, state.tokens, unlogged)
     if saved_step != state.step:
         return save(run)
     compute.world.agreed(run.checkpoints.settle)
