@@ -30,7 +30,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-from triton.runtime.jit import mangle_type
 
 from kernels.launcher import descriptor, launch
 from kernels.products import TILE
@@ -162,16 +161,6 @@ def operands(a: Tensor, b: Tensor, transposed: bool) -> tuple:
     """a and b as the kernel's TMA reads them; see multiplier."""
     blocks = [M.value, K.value], [N.value, K.value] if transposed else [K.value, N.value]
     return tuple(descriptor(x, block, _layout(*block, x.dtype)) for x, block in zip((a, b), blocks, strict=True))
-
-
-def compilation(kernel, tensors: tuple, scalars: tuple[str, ...], constants: tuple) -> tuple[dict, dict, dict]:
-    """Signature, constants and options of a kernel with these arguments, to compile it ahead of time."""
-    names = kernel.arg_names
-    signature = {name: "constexpr" if t is None else mangle_type(t) for name, t in zip(names, tensors, strict=False)}
-    values = {name: None for name, kind in signature.items() if kind == "constexpr"}
-    signature |= dict.fromkeys(scalars, "i32")
-    values |= dict(zip(names[len(signature) :], constants, strict=True))
-    return signature | dict.fromkeys(names[len(signature) :], "constexpr"), values, {"num_warps": 4}
 
 
 def launch_product(kernel, key: tuple, a: Tensor, tensors: tuple, scalars: tuple, constants: tuple) -> None:

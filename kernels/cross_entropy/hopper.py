@@ -20,7 +20,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from kernels import hopper_product
 from kernels.cross_entropy import definition, triton_kernels
 from kernels.cross_entropy.triton_kernels import LOG2_E
 from kernels.hopper_product import (
@@ -30,12 +29,13 @@ from kernels.hopper_product import (
     M,
     N,
     count_tiles,
+    launch_product,
     multiplier,
     operands,
     shared_memory,
     tile_at,
 )
-from kernels.warpgroups import barrier
+from kernels.warpgroups import barrier, signature_of
 
 HIGHEST: gl.constexpr = gl.constexpr(definition.HIGHEST)
 
@@ -98,8 +98,9 @@ def compilation() -> tuple[dict, dict, dict]:
     """Signature, constants and options of linear_exponentials_kernel, to compile it ahead of time."""
     x, floats = torch.empty((M.value, N.value), dtype=torch.bfloat16), torch.empty(1)
     tensors = *operands(x, x, transposed=True), floats, x, floats
-    scalars = "rows", "columns", "depth", "vocab_size"
-    return hopper_product.compilation(linear_exponentials_kernel, tensors, scalars, (REGISTERS,))
+    rows, columns, depth, vocab_size = 1, 1, 1, 1
+    arguments = *tensors, rows, columns, depth, vocab_size, REGISTERS
+    return *signature_of(linear_exponentials_kernel, arguments), {"num_warps": 4}
 
 
 def losses(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, out: Tensor) -> tuple[Tensor, Tensor]:
@@ -108,5 +109,5 @@ def losses(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, out
     sums = torch.empty((-(-len(weight) // N.value), len(hidden)), dtype=torch.float32, device=hidden.device)
     tensors = *operands(hidden, weight, transposed=True), start, out, sums
     scalars = *out.shape, hidden.shape[1], vocab_size
-    hopper_product.launch_product(linear_exponentials_kernel, (), hidden, tensors, scalars, (REGISTERS,))
+    launch_product(linear_exponentials_kernel, (), hidden, tensors, scalars, (REGISTERS,))
     return triton_kernels.relative_losses_(out, sums, targets)

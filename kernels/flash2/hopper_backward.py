@@ -34,13 +34,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.runtime.jit import mangle_type
 
 from kernels.dropout import threshold
 from kernels.flash2.options import Options
 from kernels.flash2.tiles import SpecialisedBackward, padded_head_dim, split_head_dim
 from kernels.launcher import descriptor, launch, strides
-from kernels.warpgroups import barrier, multiprocessors
+from kernels.warpgroups import barrier, multiprocessors, signature_of
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
@@ -596,15 +595,7 @@ def compilation(
     if dropout:
         options = options._replace(numbers=torch.empty(1, dtype=torch.int32), dropout_p=0.1)
     arguments = itertools.chain(*_main_arguments(accumulator, stats, x, x, x, x, x, x, options, 1, config))
-    signature, constants = {}, {}
-    for i, (parameter, argument) in enumerate(zip(main_kernel.params, arguments, strict=True)):
-        if parameter.is_constexpr or argument is None:
-            signature[parameter.name], constants[(i,)] = "constexpr", argument
-        elif isinstance(argument, (TensorDescriptor, Tensor)):
-            signature[parameter.name] = mangle_type(argument)
-        else:
-            signature[parameter.name] = "fp32" if isinstance(argument, float) else "i32"
-    return signature, constants, config.options
+    return *signature_of(main_kernel, arguments), config.options
 
 
 def backward_into(

@@ -25,14 +25,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-from triton.runtime.jit import mangle_type
 
 from kernels.dropout import threshold
 from kernels.flash2.options import Options
 from kernels.flash2.tiles import SpecialisedForward, split_head_dim
 from kernels.flash2.triton_kernels import natural_logsumexp
 from kernels.launcher import descriptor, launch
-from kernels.warpgroups import multiprocessors, ring
+from kernels.warpgroups import multiprocessors, ring, signature_of
 
 LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
 CONSUMERS: gl.constexpr = gl.constexpr(2)  # warpgroups
@@ -536,13 +535,10 @@ def compilation(
     x, logsumexp = torch.empty((1, config.n, 1, head_dim), dtype=dtype), torch.empty(1)
     numbers = torch.empty(1, dtype=torch.int32) if dropout else None
     tensors = _arguments(x, x, x, x, logsumexp, numbers, config)
-    names = forward_kernel.arg_names
-    signature = {name: "constexpr" if x is None else mangle_type(x) for name, x in zip(names, tensors, strict=False)}
-    signature |= dict.fromkeys(("batches", "heads", "groups", "seq_q", "seq_k", "section"), "i32")
-    signature |= {"scale": "fp32", "threshold": "i32", "keep_scale": "fp32"}
-    constants = {name: None for name, x in zip(names, tensors, strict=False) if x is None}
-    constants |= dict(zip(names[len(signature) :], _constants(head_dim, causal, dropout, config), strict=True))
-    return signature | dict.fromkeys(names[len(signature) :], "constexpr"), constants, {"num_warps": 4}
+    sizes, scale, keep_scale = (1,) * 6, 1.0, 1.0
+    scalars = *sizes, scale, threshold(0.0), keep_scale
+    arguments = *tensors, *scalars, *_constants(head_dim, causal, dropout, config)
+    return *signature_of(forward_kernel, arguments), {"num_warps": 4}
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, config: SpecialisedForward) -> tuple[Tensor, Tensor]:

@@ -4,13 +4,14 @@ C = A B. GELU's own passes over memory are saved: it reads and writes what a pro
 computed in the forward pass, which has to compute most of it, unless memory is to be saved.
 """
 
+from itertools import chain
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from kernels import hopper_product
 from kernels.gelu.triton_kernels import CUBIC, MINUS_LOG2_E, SLOPE
 from kernels.hopper_product import (
     CHUNK,
@@ -19,12 +20,13 @@ from kernels.hopper_product import (
     M,
     N,
     count_tiles,
+    launch_product,
     multiplier,
     operands,
     shared_memory,
     tile_at,
 )
-from kernels.warpgroups import barrier
+from kernels.warpgroups import barrier, signature_of
 
 
 @gluon.jit
@@ -157,13 +159,13 @@ def compilation(dtype: torch.dtype, gradient: bool, keep_output: bool) -> tuple[
     """Signature, constants and options of linear_gelu_kernel, to compile it ahead of time."""
     x, floats = torch.empty((M.value, N.value), dtype=dtype), torch.empty(1)
     others = (None, x, x, None if keep_output else x, floats) if gradient else (floats, x, x, None, None)
-    tensors, _, constants = _arguments(x, x, *others, gradient, keep_output)
-    return hopper_product.compilation(linear_gelu_kernel, tensors, ("rows", "columns", "depth"), constants)
+    arguments = chain(*_arguments(x, x, *others, gradient, keep_output))
+    return *signature_of(linear_gelu_kernel, arguments), {"num_warps": 4}
 
 
 def _launch(a, b, bias, out, saved, recomputed, sums, gradient: bool, keep_output: bool) -> None:
     arguments = _arguments(a, b, bias, out, saved, recomputed, sums, gradient, keep_output)
-    hopper_product.launch_product(linear_gelu_kernel, (bias is None or bias.dtype,), a, *arguments)
+    launch_product(linear_gelu_kernel, (bias is None or bias.dtype,), a, *arguments)
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor, keep_output: bool) -> tuple[Tensor, Tensor]:
