@@ -182,21 +182,23 @@ def loop(run: Run) -> Path:
         else:
             meter.step(data_wait)
 
-        metrics, intervals = {}, (settings.eval_interval, config.checkpoint.interval)
+        intervals = settings.eval_interval, config.checkpoint.interval
+        evaluates, saves = (is_due(state.step, interval, settings.max_steps) for interval in intervals)
+        metrics = {}
         if is_due(state.step, settings.log_interval, settings.max_steps):
             metrics = read_window(run, window) | meter.read()
             window, unlogged = [], {}
-        elif any(is_due(state.step, interval, settings.max_steps) for interval in intervals):
+        elif evaluates or saves:
             unlogged = read_window(run, window)  # or a checkpoint would have steps that nobody judges after a kill
             window = []
         try:
-            if is_due(state.step, settings.eval_interval, settings.max_steps):
+            if evaluates:
                 with meter.excluded():
                     metrics |= validate(run, model)
         finally:  # an evaluation that fails does not cost what the step itself came to
             if metrics:
                 log.log(state.step, state.tokens, metrics)
-        if is_due(state.step, config.checkpoint.interval, settings.max_steps):
+        if saves:
             with meter.excluded():
                 if saved := attempt(run):
                     path, saved_step = saved, state.step

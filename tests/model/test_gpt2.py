@@ -8,7 +8,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
-from torch import nn
+from torch import library, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -285,7 +285,7 @@ def test_activation_checkpointing_changes_no_gradient_and_keeps_attention(attent
     assert attended == ([0, 0, 0] if attention in ("naive", "fused_softmax") else [2, 2, 2])
 
 
-@torch.library.custom_op("test_gpt2::drop", mutates_args=())
+@library.custom_op("test_gpt2::drop", mutates_args=())
 def drop(x: torch.Tensor, p: float) -> tuple[torch.Tensor, torch.Tensor]:
     """x with a share p dropped, and its factors: drawn inside, as by torch's fused attentions on a GPU."""
     kept = (torch.rand_like(x) >= p) / (1 - p)
