@@ -12,8 +12,8 @@ def losses(
 ) -> tuple[Tensor, Tensor | None]:
     """Losses (N,) in nats, fp32, of hidden (N, C) by the head's weight (padded V, C); see cross_entropy_.
 
-    out (N, padded V) is overwritten: with `gradient` by that of the sum of the losses by the logits, but for a scale of
-    each row, (N,) in fp32, which is returned too, or None.
+    out (N, padded V) is overwritten: with `gradient` by that of the sum of the losses by the logits, but for what
+    rescale_ makes good, by numbers that are returned too, or None.
     """
     torch.mm(hidden, weight.T, out=out)
     return cross_entropy_(out, targets, vocab_size, gradient), None
@@ -22,15 +22,31 @@ def losses(
 def relative_losses(
     hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, out: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """losses as Hopper computes them, with their scales: from exponentials relative to the target's; see hopper.py."""
+    """losses as Hopper computes them, from exponentials relative to the target's: see hopper.py.
+
+    The gradient is that in out, in which each row's number for its target lacks its share of `rest`, times the row's
+    scale: scale and rest are the rows of what is returned with the losses, (2, N) in fp32.
+    """
     own = targets.clamp(min=0)[:, None]
     x = hidden.float() @ weight.float().T
     e = (x - x.gather(1, own)).to(out.dtype).float().clamp(max=HIGHEST).exp()
     e[:, vocab_size:] = 0
     l, counts = e.sum(1).clamp(min=1), targets >= 0
     out.copy_(e)
-    out.scatter_(1, own, (1 - l).to(out.dtype)[:, None])
-    return l.log() * counts, counts / l
+    rounded = (1 - l).to(out.dtype)
+    out.scatter_(1, own, rounded[:, None])
+    return l.log() * counts, torch.stack([counts / l, (1 - l - rounded) * counts])
+
+
+def rescale_(dhidden: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor, scales: Tensor) -> Tensor:
+    """Makes dhidden (N, C), the product of relative_losses' out and weight (padded V, C), the gradient by hidden.
+
+    Returns hidden times the scales, of which the product with that out is the gradient by weight: to there a target's
+    rest is too small to matter.
+    """
+    scale, rest = scales[:, :, None]
+    dhidden.copy_((dhidden.float() + rest * weight[targets.clamp(min=0)].float()) * scale)
+    return (hidden.float() * scale).to(hidden.dtype)
 
 
 def cross_entropy_(logits: Tensor, targets: Tensor, vocab_size: int, gradient: bool) -> Tensor:

@@ -10,8 +10,8 @@ l is the sum of its tiles'; 1 - l takes the place of e_t; and 1 / l scales what 
 gradient, instead of e. Dividing by the maximum's exponential, as online softmax does, needs the logits once more.
 
 l is at least 1, so nothing that matters underflows. 16 bits hold e where they have fp32's range: in bf16. Of what is
-rounded to them, x - x_t is small where x may not be: losses are nearer to fp64's than from rounded logits. Gradients
-are so too where the softmax is sharp; where it is flat they have a rounding that softmax - one_hot has not, of 1 - l.
+rounded to them, x - x_t is small where x may not be: losses are nearer to fp64's than from rounded logits. Of 1 - l,
+which softmax - one_hot has not, the hidden states' gradient is given what rounding takes away.
 """
 
 import torch

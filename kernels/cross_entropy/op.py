@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from kernels.operators import implementation
 
-CHUNKS = 8
+CHUNKS = 4
 """Parts that the tokens are cut into, so that logits stay few beside what the layers keep of the same tokens."""
 CHUNK = 4096, 16384
 """The least and the most tokens of a part. Each part reads and writes the whole gradient of the head once: by bandwidth
@@ -25,7 +25,7 @@ _library.define(
 
 def _linear(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, gradient: bool) -> tuple:
     """The sum of the losses, and its gradients by hidden and by weight, or empty ones; see linear_cross_entropy."""
-    losses = implementation("cross_entropy", hidden.device.type).losses
+    kernels = implementation("cross_entropy", hidden.device.type)
     total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
     dhidden, dweight = _gradients(hidden, weight, gradient)
     dweight.zero_()
@@ -36,13 +36,12 @@ def _linear(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, gr
         for start in range(0, len(hidden), size):
             part = slice(start, min(start + size, len(hidden)))
             rows, chunk = hidden[part], logits[: part.stop - start]
-            values, scales = losses(rows, matrix, targets[part], vocab_size, gradient, chunk)
+            values, scales = kernels.losses(rows, matrix, targets[part], vocab_size, gradient, chunk)
             total += values.sum()
             if gradient:
                 torch.mm(chunk, matrix, out=dhidden[part])
                 if scales is not None:
-                    dhidden[part].mul_(scales[:, None])
-                    rows = torch.mul(rows, scales[:, None], out=torch.empty_like(rows))
+                    rows = kernels.rescale_(dhidden[part], rows, matrix, targets[part], scales)
                 _add_product(dweight, chunk.T, rows)
     return total, dhidden, dweight
 

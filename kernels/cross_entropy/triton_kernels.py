@@ -96,6 +96,7 @@ def cross_entropy_(logits: Tensor, targets: Tensor, vocab_size: int, gradient: b
 
 TARGETS_TILE, TARGETS_WARPS = (16, 256), 4  # rows, and columns at a time
 SUMS_ROWS, SUMS_WARPS = 16, 4
+RESCALE_TILE, RESCALE_WARPS = (16, 256), 4
 
 
 @triton.jit
@@ -128,10 +129,35 @@ def cross_entropy_sums_kernel(
     l = tl.sum(tl.load(sums + o_n[:, None] * rows + o_m[None, :], mask=inside, other=0.0), 0)
     l = tl.where(l < 1, 1.0, l)  # it has the target's 1 in it; unlike a maximum, this keeps NaN
     counts = target >= 0
+    rounded = to(1 - l, exponentials.dtype.element_ty, UPCAST)
     tl.store(losses + o_m, tl.where(counts, tl.log2(l) * LN_2, 0.0), mask=mask)
     tl.store(scales + o_m, tl.where(counts, 1 / l, 0.0), mask=mask)
+    tl.store(scales + rows + o_m, tl.where(counts, 1 - l - rounded.to(tl.float32), 0.0), mask=mask)
     p_own = exponentials + o_m.to(tl.int64) * s_row + target
-    tl.store(p_own, to(1 - l, exponentials.dtype.element_ty, UPCAST), mask=mask & counts)
+    tl.store(p_own, rounded, mask=mask & counts)
+
+
+@triton.jit
+def cross_entropy_rescale_kernel(
+    dhidden, hidden, scaled, weight, targets, scales, rows, depth, M: tl.constexpr, K: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    """dhidden = (dhidden + rest * weight[target]) * scale, and scaled = hidden * scale, of M rows and K columns.
+
+    All are (rows, depth), contiguous, but for weight (padded V, depth) and scales (2, rows), of scale and rest.
+    """
+    o_m, o_k = tl.program_id(0) * M + tl.arange(0, M), tl.program_id(1) * K + tl.arange(0, K)
+    mask = (o_m < rows)[:, None] & (o_k < depth)[None, :]
+    scale = tl.load(scales + o_m, mask=o_m < rows, other=0.0)[:, None]
+    rest = tl.load(scales + rows + o_m, mask=o_m < rows, other=0.0)[:, None]
+    target = tl.maximum(tl.load(targets + o_m, mask=o_m < rows, other=0), 0)
+    offsets = o_m.to(tl.int64)[:, None] * depth + o_k[None, :]
+    p_weight = weight + target.to(tl.int64)[:, None] * depth + o_k[None, :]
+    b_d = tl.load(dhidden + offsets, mask=mask, other=0.0).to(tl.float32)
+    b_d += rest * tl.load(p_weight, mask=mask, other=0.0).to(tl.float32)
+    b_h = tl.load(hidden + offsets, mask=mask, other=0.0).to(tl.float32)
+    tl.store(dhidden + offsets, to(b_d * scale, dhidden.dtype.element_ty, UPCAST), mask=mask)
+    tl.store(scaled + offsets, to(b_h * scale, scaled.dtype.element_ty, UPCAST), mask=mask)
 
 
 def target_logits(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -148,16 +174,27 @@ def target_logits(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def relative_losses_(exponentials: Tensor, sums: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Losses and scales (N,) in fp32, by which the rows of `exponentials` are to be multiplied to be their gradient.
+    """Losses (N,), and scale and rest (2, N) of the gradient that `exponentials` are made; see definition.py.
 
     exponentials (N, padded V), with dense rows, are exp(x - x_t) for logits x and the target's x_t, zero in the
     padding; sums (tiles, N) fp32 add up to theirs. The target's is replaced. Where a target is negative the loss and
-    the scale are zero.
+    both numbers are zero.
     """
     losses = torch.empty(len(targets), device=sums.device)
-    scales = torch.empty_like(losses)
+    scales = torch.empty((2, len(targets)), device=sums.device)
     arguments = exponentials, sums, targets, losses, scales, exponentials.stride(0), len(targets), len(sums)
     grid, columns = (triton.cdiv(len(targets), SUMS_ROWS),), triton.next_power_of_2(len(sums))
     interpreted = sums.device.type == "cpu"
     cross_entropy_sums_kernel[grid](*arguments, SUMS_ROWS, columns, interpreted, num_warps=SUMS_WARPS)
     return losses, scales
+
+
+def rescale_(dhidden: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor, scales: Tensor) -> Tensor:
+    """Same contract as definition.rescale_, of contiguous tensors."""
+    rows, depth = hidden.shape
+    scaled = torch.empty_like(hidden)
+    m, k = RESCALE_TILE
+    arguments = dhidden, hidden, scaled, weight, targets, scales, rows, depth, m, k, hidden.device.type == "cpu"
+    grid = triton.cdiv(rows, m), triton.cdiv(depth, k)
+    cross_entropy_rescale_kernel[grid](*arguments, num_warps=RESCALE_WARPS)
+    return scaled

@@ -241,6 +241,8 @@ def others(dtype: str) -> dict:
     own = (data, data, "*i64", fp32, size, MULTIPLE), {"M": m_t, "K": k_t}
     left = (data, fp32, "*i64", fp32, fp32, MULTIPLE, size, size), {"M": m_r, "N": 256} | upcast
     (m, n, forward_warps), (rows, columns, backward_warps) = gelu.FORWARD, gelu.BACKWARD
+    m_c, k_c = cross_entropy.RESCALE_TILE
+    scaled = (data, data, data, data, "*i64", fp32, size, MULTIPLE), {"M": m_c, "K": k_c} | upcast
     forward = (data, data, size, size), {"M": m, "N": n, "KEEP_OUTPUT": True} | upcast
     m_s, n_s, softmax_warps = softmax.tile(LONGEST_ROW)
     masks = {"M": m_s, "N": n_s, "CAUSAL": True, "DOCUMENTS": True, "DROPOUT": True} | upcast
@@ -267,6 +269,7 @@ def others(dtype: str) -> dict:
         "cross_entropy sums": (cross_entropy.cross_entropy_sums_kernel, *left, cross_entropy.SUMS_WARPS),
         "softmax": (softmax.softmax_kernel, *rows_of_scores, softmax_warps),
         "softmax gradient": (softmax.softmax_gradient_kernel, *rows_of_scores, softmax_warps),
+        "cross_entropy rescale": (cross_entropy.cross_entropy_rescale_kernel, *scaled, cross_entropy.RESCALE_WARPS),
         "gelu forward": (gelu.gelu_kernel, *forward, forward_warps),
         "gelu backward": (gelu.gelu_gradient_kernel, *backward, backward_warps),
         **norms,
