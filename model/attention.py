@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from errors import UserError, first_line, is_of_memory
@@ -251,14 +251,21 @@ def build_attention(config: AttentionConfig) -> Attention:
     return VARIANTS[config.name](config)
 
 
-def attend_packed(attention: Attention, qkv: Tensor, **options) -> Tensor:
-    """`attention` of the three parts of one projection, qkv (batch, seq, 3, heads, head_dim).
+def attend_projected(attention: Attention, x: Tensor, projection: nn.Linear, heads: int, **options) -> Tensor:
+    """`attention` of the three parts of a projection of x (batch, seq, C), as (batch, seq, heads, head_dim).
 
-    Only flash2 gains by knowing that they are parts: it writes their gradients into one tensor.
+    Only flash2 gains by knowing that they are parts: it writes their gradients into one tensor, and has its sum, which
+    is the gradient of the projection's bias.
     """
     if isinstance(attention, partial) and attention.func is flash2:
-        return flash2_packed(qkv, **attention.keywords, **options)
-    return attention(*qkv.unbind(2), **options)
+        qkv = _parts(F.linear(x, projection.weight, projection.bias.detach()), heads)
+        return flash2_packed(qkv, bias=projection.bias, **attention.keywords, **options)
+    return attention(*_parts(projection(x), heads).unbind(2), **options)
+
+
+def _parts(projected: Tensor, heads: int) -> Tensor:
+    """(batch, seq, 3 C) as (batch, seq, 3, heads, head_dim)."""
+    return projected.unflatten(2, (3, heads, -1))
 
 
 def check_attention(

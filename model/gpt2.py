@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from errors import UserError
 from kernels.gelu import gelu_mlp
 from kernels.layer_norm import normalise
-from model.attention import Attention, attend_packed
+from model.attention import Attention, attend_projected
 from model.loss import cross_entropy
 
 PAD_VOCABULARY_TO = 64
@@ -93,6 +93,21 @@ class KeyValueCache:
         return self.kv[layer, 0, :, :stop], self.kv[layer, 1, :, :stop]
 
 
+Branch = tuple[Tensor, Tensor | None]
+"""What is to be added to the residual stream, (B, T, C), and a bias (C,) to be added with it."""
+
+
+def end_branch(x: Tensor, bias: Tensor, dropout: nn.Dropout) -> Branch:
+    """The branch of x, where its last layer has left out its bias, which only dropout has to have in it."""
+    return (x, bias) if dropout.p == 0 else (dropout(x + bias.to(x.dtype)), None)
+
+
+def add_branch(x: Tensor, branch: Branch) -> Tensor:
+    """The residual stream x with a branch added, where nothing normalises the sum and would add it."""
+    end, bias = branch
+    return x + (end if bias is None else (end + bias).to(x.dtype))
+
+
 class SelfAttention(nn.Module):
     def __init__(self, config: ModelConfig, attention: Attention, layer: int):
         super().__init__()
@@ -101,9 +116,8 @@ class SelfAttention(nn.Module):
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, cache: KeyValueCache | None, cu_seqlens: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, cache: KeyValueCache | None, cu_seqlens: Tensor | None) -> Branch:
         B, T, C = x.shape
-        qkv = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head)
         options = {
             "causal": T > 1,  # a single query is the last token, which sees all
             "scale": 1 / math.sqrt(C // self.n_head),
@@ -112,11 +126,11 @@ class SelfAttention(nn.Module):
         if cu_seqlens is not None:
             options["cu_seqlens"] = cu_seqlens
         if cache is None:
-            y = attend_packed(self.attention, qkv, **options)
+            y = attend_projected(self.attention, x, self.c_attn, self.n_head, **options)
         else:
-            q, k, v = qkv.unbind(2)
+            q, k, v = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head).unbind(2)
             y = self.attention(q, *cache.extend(self.layer, k, v), **options)
-        return self.dropout(self.c_proj(y.reshape(B, T, C)))
+        return end_branch(F.linear(y.reshape(B, T, C), self.c_proj.weight), self.c_proj.bias, self.dropout)
 
 
 class MLP(nn.Module):
@@ -126,17 +140,16 @@ class MLP(nn.Module):
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, keep_output: bool = True) -> Tensor:
+    def forward(self, x: Tensor, keep_output: bool = True) -> Branch:
         """Of x (B, T, C). Without keep_output the backward pass recomputes GELU's, which is half of what is saved."""
-        fc, proj = self.c_fc, self.c_proj
-        x = gelu_mlp(x, fc.weight, fc.bias, proj.weight, proj.bias, keep_output)
-        return self.dropout(x)
+        x = gelu_mlp(x, self.c_fc.weight, self.c_fc.bias, self.c_proj.weight, keep_output)
+        return end_branch(x, self.c_proj.bias, self.dropout)
 
 
 class LayerNorm(nn.LayerNorm):
-    def forward(self, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor]:
-        """x + branch (B, T, C), or x where there is none, and that normalised: see kernels.layer_norm.normalise."""
-        return normalise(x, self.weight, self.bias, self.eps, branch)
+    def forward(self, x: Tensor, branch: Branch | None) -> tuple[Tensor, Tensor]:
+        """x (B, T, C), with a branch that ends there, and that normalised: see kernels.layer_norm.normalise."""
+        return normalise(x, self.weight, self.bias, self.eps, *(branch or ()))
 
 
 class Block(nn.Module):
@@ -149,8 +162,8 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(
-        self, x: Tensor, branch: Tensor | None, cache: KeyValueCache | None, cu_seqlens: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+        self, x: Tensor, branch: Branch | None, cache: KeyValueCache | None, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Branch]:
         """The residual stream, and its last branch, which is still to be added: what normalises the sum adds it.
 
         Forgets its activations where that is asked for and a backward pass may follow.
@@ -159,15 +172,17 @@ class Block(nn.Module):
             return self._forward(x, branch, cache, cu_seqlens)
         drops = self.training and self.attn.dropout.p > 0
         keep = partial(create_selective_checkpoint_contexts, KEPT if drops else KEPT + KEPT_WITHOUT_DROPOUT)
-        x = x if branch is None else x + branch  # one tensor to keep instead of two
+        x = x if branch is None else add_branch(x, branch)  # one tensor to keep instead of two
         return checkpoint(self._forward, x, None, cache, cu_seqlens, use_reentrant=False, context_fn=keep)
 
     def _forward(
-        self, x: Tensor, branch: Tensor | None, cache: KeyValueCache | None, cu_seqlens: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+        self, x: Tensor, branch: Branch | None, cache: KeyValueCache | None, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Branch]:
         x, normalised = self.ln_1(x, branch)
         x, normalised = self.ln_2(x, self.attn(normalised, cache, cu_seqlens))
-        return x, self.mlp(normalised, keep_output=self.activation_checkpointing != "selective")
+        branch, bias = self.mlp(normalised, keep_output=self.activation_checkpointing != "selective")
+        # A copy, since FSDP2 frees the parameters of a block that has returned.
+        return x, (branch, None if bias is None else bias.clone())
 
 
 class GPT2(nn.Module):
@@ -219,7 +234,7 @@ class GPT2(nn.Module):
             x, branch = block(x, branch, cache, cu_seqlens)
         if cache is not None:
             cache.length += tokens.shape[1]
-        x = self.ln_f(x + branch)
+        x = self.ln_f(add_branch(x, branch))
         if targets is not None:
             return cross_entropy(x, self.wte.weight, targets, self.config.vocab_size)
         return F.linear(x, self.wte.weight)[..., : self.config.vocab_size]

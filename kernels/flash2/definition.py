@@ -120,6 +120,12 @@ def backward(
     return tuple(grad.transpose(1, 2).to(x.dtype).contiguous() for grad, x in grads)
 
 
-def backward_packed(dout: Tensor, qkv: Tensor, *args) -> Tensor:
-    """As backward, but from qkv (B, T, 3, H, D) to its gradient."""
-    return torch.stack(backward(dout, *qkv.unbind(2), *args), dim=2)
+def backward_packed(dout: Tensor, qkv: Tensor, *args) -> tuple[Tensor, Tensor]:
+    """As backward, but from qkv (B, T, 3, H, D) to its gradient, and that summed over B and T.
+
+    The last of the arguments says whether these sums are wanted, (3, H, D) in the accumulator's dtype, or nothing.
+    """
+    *saved, with_sums = args
+    dqkv = torch.stack(backward(dout, *qkv.unbind(2), *saved), dim=2)
+    wide = accumulator(qkv.dtype)
+    return dqkv, dqkv.sum((0, 1), dtype=wide) if with_sums else dqkv.new_empty(0, dtype=wide)

@@ -8,6 +8,10 @@ by TMA, one sends tiles of dQ off by TMA's reduce-add, and the other warps compu
 order, so dQ may differ in its last bits from call to call; dK and dV do not. Where that must not be, the main kernel
 leaves dQ to the plain one (FUSED is false).
 
+The gradient of a bias that q, k and v have in them is the sum of theirs over the tokens. Of dQ finish_kernel has it in
+hand. Of dV = P^T dO it is that of dO, which delta_kernel reads, since the rows of P add up to one. And of dK it is
+zero: what a key's bias adds is the same for all scores of a query, of which the softmax sees the differences alone.
+
 M rows of a query tile, N rows of a key tile. Columns come in a part 0 and a part 1, 64 + 16 for heads of 80, so that
 no product is padded; part 1 is empty for 64 and 128. Suffixes: _t transposed, [N, M]; _s in shared memory; 16 rounded
 to the inputs' dtype. Statistics of a query are its logsumexp in base 2, delta = rowsum(dO o O) and, in dropout, its
@@ -39,6 +43,7 @@ from kernels.dropout import threshold
 from kernels.flash2.options import Options
 from kernels.flash2.tiles import SpecialisedBackward, padded_head_dim, split_head_dim
 from kernels.launcher import descriptor, launch, strides
+from kernels.sums import sum_rows
 from kernels.warpgroups import barrier, multiprocessors, signature_of
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -69,6 +74,7 @@ def delta_kernel(
     stats,
     accumulator,
     deltas,
+    sums,
     so_b,
     so_t,
     so_h,
@@ -90,7 +96,8 @@ def delta_kernel(
 
     Queries past seq_q, and those that see no key, get a logsumexp of +inf, so that their P is zero. Where the LOGSUMEXP
     has a gradient too, it comes off delta, which is stored times `keep`, as in the plain kernels. Where FUSED the
-    accumulator of dQ is zeroed; elsewhere deltas, (B, heads, seq_q), is written for the plain kernel.
+    accumulator of dQ is zeroed; elsewhere deltas, (B, heads, seq_q), is written for the plain kernel. Sums, if given,
+    (B * tiles, heads, HEAD_DIM) fp32, are dO's over each tile.
     Grid: B * heads * cdiv(seq_q, M).
     """
     STATS: tl.constexpr = 3 if DROPOUT else 2
@@ -103,6 +110,9 @@ def delta_kernel(
     b_out = tl.load(_rows(out, batch, head, o_m, so_b, so_t, so_h) + o_d[None, :], mask=mask, other=0.0)
     b_dout = tl.load(_rows(dout, batch, head, o_m, sdo_b, sdo_t, sdo_h) + o_d[None, :], mask=mask, other=0.0)
     delta = tl.sum(b_out.to(tl.float32) * b_dout.to(tl.float32), 1)
+    if sums is not None:
+        p_sums = sums + ((batch * tiles + tile % tiles) * heads + head) * HEAD_DIM + o_d
+        tl.store(p_sums, tl.sum(b_dout.to(tl.float32), 0), mask=o_d < HEAD_DIM)
     row = tl.cast(bh, tl.int64) * seq_q + o_m
     if LOGSUMEXP:
         delta -= tl.load(dlogsumexp + row, mask=o_m < seq_q, other=0.0)
@@ -135,16 +145,18 @@ def _in_register_order(x, M: gl.constexpr, D: gl.constexpr, WARPS_M: gl.constexp
 
 @triton.jit
 def _finish_part(
-    p_part, p_dq, visible, scale,
+    p_part, p_dq, p_sums, visible, scale,
     M: tl.constexpr, D: tl.constexpr, WARPS_M: tl.constexpr, WARPS_N: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """Undoes _in_register_order for D columns of M rows, or for their transpose."""
+    """Undoes _in_register_order for D columns of M rows, or for their transpose, and sums them where that is wanted."""
     ROWS: tl.constexpr = D if TRANSPOSED else M
     COLUMNS: tl.constexpr = M if TRANSPOSED else D
     x = tl.load(p_part + tl.arange(0, M * D)) * scale
     x = tl.reshape(x, [ROWS // (16 * WARPS_M), COLUMNS // WARPS_N // 8, WARPS_N, WARPS_M, 8, 4, 2, 2])
     x = tl.reshape(tl.permute(x, [0, 3, 6, 4, 2, 1, 5, 7]), [ROWS, COLUMNS])
     x = tl.trans(x) if TRANSPOSED else x
+    if p_sums is not None:
+        tl.store(p_sums + tl.arange(0, D), tl.sum(x, 0))  # rows past the last are zero
     tl.store(p_dq + tl.arange(0, D)[None, :], x.to(p_dq.dtype.element_ty), mask=visible[:, None])
 
 
@@ -152,6 +164,7 @@ def _finish_part(
 def finish_kernel(
     accumulator,
     dq,
+    sums,
     sdq_b,
     sdq_t,
     sdq_h,
@@ -165,16 +178,24 @@ def finish_kernel(
     WARPS_N: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):
-    """dQ from its accumulator, which may hold it TRANSPOSED, scaled and rounded. Grid: B * heads * cdiv(seq_q, M)."""
+    """dQ from its accumulator, which may hold it TRANSPOSED, scaled and rounded.
+
+    Sums, if given, (B * tiles, heads, D0 + D1) fp32, are dQ's over each tile. Grid: B * heads * cdiv(seq_q, M).
+    """
     tiles = tl.cdiv(seq_q, M)
     tile = tl.program_id(0)
     bh = tile // tiles
     o_m = tile % tiles * M + tl.arange(0, M)
     p_dq = _rows(dq, bh // heads, bh % heads, o_m, sdq_b, sdq_t, sdq_h)
     p_tile = accumulator + tl.cast(tile, tl.int64) * (M * (D0 + D1))
-    _finish_part(p_tile, p_dq, o_m < seq_q, scale, M, D0, WARPS_M, WARPS_N, TRANSPOSED)
+    p_sums, p_sums_1 = sums, sums
+    if sums is not None:
+        p_sums = sums + ((bh // heads * tiles + tile % tiles) * heads + bh % heads) * (D0 + D1)
+        p_sums_1 = p_sums + D0
+    _finish_part(p_tile, p_dq, p_sums, o_m < seq_q, scale, M, D0, WARPS_M, WARPS_N, TRANSPOSED)
     if D1:
-        _finish_part(p_tile + M * D0, p_dq + D0, o_m < seq_q, scale, M, D1, WARPS_M, WARPS_N, TRANSPOSED)
+        p_tile += M * D0
+        _finish_part(p_tile, p_dq + D0, p_sums_1, o_m < seq_q, scale, M, D1, WARPS_M, WARPS_N, TRANSPOSED)
 
 
 @gluon.jit
@@ -609,6 +630,7 @@ def backward_into(
     out: Tensor,
     logsumexp: Tensor,
     dlogsumexp: Tensor | None,
+    sums: Tensor | None,
     options: Options,
     config: SpecialisedBackward,
 ) -> Tensor | None:
@@ -618,19 +640,24 @@ def backward_into(
     has, unit stride along D, other strides and addresses multiples of 16 bytes and no stride zero; logsumexp and its
     gradient, if it has one, (B, H, T) fp32, natural, contiguous. Options without window, documents or blocks. Where
     config is not fused dq is left out, and the deltas (B, H, T) are returned with which the plain kernel computes it.
+
+    Sums, if given, (3, H, D) fp32, are those of the gradients over B and T, with as many keys as queries and heads; not
+    without fused, in dropout, or with a gradient of the logsumexp.
     """
     (batch, seq_q, heads, head_dim), (seq_k, kv_heads) = q.shape, k.shape[1:3]
     fused, dropout = config.fused, options.dropout_p > 0
     tiles, key_tiles = batch * heads * -(-seq_q // config.m), -(-seq_k // config.n)
     with torch.cuda.device_of(q):
         stats = torch.empty(((3 if dropout else 2) * tiles, config.m), dtype=torch.float32, device=q.device)
-        accumulator, deltas = None, None
+        accumulator, deltas, parts = None, None, (None, None)
+        if sums is not None:
+            parts = torch.empty((2, tiles // heads, heads * head_dim), dtype=torch.float32, device=q.device)
         if fused:
             accumulator = torch.empty(tiles * config.m * head_dim, dtype=torch.float32, device=q.device)
         else:
             deltas = torch.empty_like(logsumexp)
-        key = q.dtype, q.device, head_dim, config
-        tensors = out, dout, logsumexp, dlogsumexp, options.numbers, stats, accumulator, deltas
+        key = q.dtype, q.device, head_dim, config, sums is None
+        tensors = out, dout, logsumexp, dlogsumexp, options.numbers, stats, accumulator, deltas, parts[1]
         scalars = *strides(out, dout), heads, seq_q, seq_k, 1 - options.dropout_p
         constants = config.m, head_dim, padded_head_dim(head_dim), dlogsumexp is not None, dropout, fused
         launch(delta_kernel, key, tiles, tensors, scalars, constants, num_warps=4)
@@ -640,5 +667,8 @@ def backward_into(
         if fused:
             constants = config.m, *split_head_dim(head_dim), *config.dq_warps, config.n == head_dim == 64
             scalars = *strides(dq), heads, seq_q, options.scale / (1 - options.dropout_p)
-            launch(finish_kernel, key, tiles, (accumulator, dq), scalars, constants, num_warps=4)
+            launch(finish_kernel, key, tiles, (accumulator, dq, parts[0]), scalars, constants, num_warps=4)
+        if sums is not None:
+            sum_rows(parts, sums.flatten(1)[::2])
+            sums[1].zero_()
     return deltas

@@ -202,17 +202,34 @@ def backward(
     return grads
 
 
-def backward_packed(dout: Tensor, qkv: Tensor, *args) -> Tensor:
-    """As backward, but from qkv (B, T, 3, H, D) to its gradient, contiguous, each part written where it belongs."""
+def backward_packed(dout: Tensor, qkv: Tensor, *args) -> tuple[Tensor, Tensor]:
+    """Same contract as definition.backward_packed: a contiguous gradient, each part written where it belongs."""
+    *saved, with_sums = args
     dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
-    _backward_into(*dqkv.unbind(2), dout, *qkv.unbind(2), *args)
-    return dqkv
+    sums = torch.empty(qkv.shape[2:] if with_sums else 0, dtype=torch.float32, device=qkv.device)
+    summed = _backward_into(*dqkv.unbind(2), dout, *qkv.unbind(2), *saved, sums=sums if with_sums else None)
+    if with_sums and not summed:
+        torch.sum(dqkv, (0, 1), dtype=sums.dtype, out=sums)
+    return dqkv, sums
 
 
 def _backward_into(
-    dq, dk, dv, dout, q, k, v, out, logsumexp, dlogsumexp, deterministic, *options, tiles: Chosen | None = None
-) -> None:
-    """Three launches. dk and dv share their strides."""
+    dq,
+    dk,
+    dv,
+    dout,
+    q,
+    k,
+    v,
+    out,
+    logsumexp,
+    dlogsumexp,
+    deterministic,
+    *options,
+    tiles: Chosen | None = None,
+    sums: Tensor | None = None,
+) -> bool:
+    """Three launches. dk and dv share their strides. Whether their kernels have written `sums`, if that is given."""
     options = Options(*options)
     kind = q.device, q.dtype, q.shape[3], k.shape[1], options
     config, delta = _choose("backward", tiles, *kind, uses_tma(q, k, v, dout, dk, dv)), None
@@ -220,13 +237,15 @@ def _backward_into(
         from kernels.flash2 import hopper_backward  # Gluon is there by the rule
 
         config = config._replace(fused=config.fused and not deterministic)
+        sums = sums if config.fused and dlogsumexp is None and not options.dropout_p else None
         tensors = dq, dk, dv, dout, q, k, v, out, logsumexp, dlogsumexp
-        delta = hopper_backward.backward_into(*tensors, options, config)
+        delta = hopper_backward.backward_into(*tensors, sums, options, config)
         if config.fused:
-            return
+            return sums is not None
         mask = options.causal, length_bucket(k.shape[1]), options.dropout_p > 0
         config = tiles_for(arch_of(q.device), q.shape[3], q.dtype, *mask)
     _plain_backward_into(dq, dk, dv, dout, q, k, v, out, logsumexp, dlogsumexp, options, config, delta)
+    return False
 
 
 def _plain_backward_into(

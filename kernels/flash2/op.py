@@ -21,7 +21,7 @@ _OPTIONS = "Tensor? numbers, Tensor? documents, Tensor? blocks, bool causal, int
 _SAVED = f"Tensor out, Tensor logsumexp, Tensor? dlogsumexp, bool deterministic, {_OPTIONS}"
 _library.define(f"forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)")
 _library.define(f"backward(Tensor dout, Tensor q, Tensor k, Tensor v, {_SAVED}) -> (Tensor, Tensor, Tensor)")
-_library.define(f"backward_packed(Tensor dout, Tensor qkv, {_SAVED}) -> Tensor")
+_library.define(f"backward_packed(Tensor dout, Tensor qkv, {_SAVED}, bool with_sums) -> (Tensor, Tensor)")
 
 
 implement(_library, "flash2", ("forward", "backward", "backward_packed"))
@@ -51,18 +51,25 @@ def _(dout, q, k, v, *rest):
 
 @library.register_fake("flash2::backward_packed")
 def _(dout, qkv, *rest):
-    return qkv.new_empty(qkv.shape)
+    shape = qkv.shape[2:] if rest[-1] else 0
+    return qkv.new_empty(qkv.shape), qkv.new_empty(shape, dtype=torch.promote_types(qkv.dtype, torch.float32))
 
 
 class _Flash2(torch.autograd.Function):
-    """(q, k, v) or (qkv,) to the output and, if asked for, the logsumexp. (Its time grows with its arguments.)"""
+    """(q, k, v, None) or (qkv, None, None, bias) to the output and, if asked for, the logsumexp.
+
+    (Its time grows with its arguments, which are named since torch.compile counts them.)
+    """
 
     @staticmethod
-    def forward(ctx, return_lse, deterministic, options, *inputs):
-        q, k, v = inputs if len(inputs) == 3 else inputs[0].unbind(2)
+    def forward(ctx, return_lse, deterministic, options, q, k, v, bias):
+        inputs = (q,) if k is None else (q, k, v)
+        if k is None:
+            q, k, v = q.unbind(2)
         out, logsumexp = _forward(q, k, v, *options)
         ctx.save_for_backward(*options[:3], *inputs, out, logsumexp)
         ctx.deterministic, ctx.rest = deterministic, options[3:]
+        ctx.bias_dtype = bias.dtype if ctx.needs_input_grad[6] else None
         return (out, logsumexp) if return_lse else out
 
     @staticmethod
@@ -73,8 +80,10 @@ class _Flash2(torch.autograd.Function):
         numbers, documents, blocks, *saved = ctx.saved_tensors
         rest = dlogsumexp, ctx.deterministic, numbers, documents, blocks, *ctx.rest
         if len(saved) == 5:
-            return None, None, None, *torch.ops.flash2.backward(dout, *saved, *rest)
-        return None, None, None, torch.ops.flash2.backward_packed(dout, *saved, *rest)
+            return None, None, None, *torch.ops.flash2.backward(dout, *saved, *rest), None
+        with_sums = ctx.bias_dtype is not None
+        dqkv, sums = torch.ops.flash2.backward_packed(dout, *saved, *rest, with_sums)
+        return None, None, None, dqkv, None, None, sums.flatten().to(ctx.bias_dtype) if with_sums else None
 
 
 def flash2(
@@ -121,12 +130,13 @@ def flash2(
     """
     options = _prepare(q, k, v, causal, scale, dropout_p, numbers, window, cu_seqlens, blocks)
     q, k, v = readable(q), readable(k), readable(v)
-    return _Flash2.apply(return_lse, _is_deterministic(deterministic), options, q, k, v)
+    return _Flash2.apply(return_lse, _is_deterministic(deterministic), options, q, k, v, None)
 
 
 def flash2_packed(
     qkv: Tensor,
     *,
+    bias: Tensor | None = None,
     causal: bool = False,
     scale: float | None = None,
     dropout_p: float = 0.0,
@@ -141,12 +151,20 @@ def flash2_packed(
 
     The gradient comes as one tensor shaped like qkv, which saves the copy that gathers those of q, k and v. Options,
     output and errors are those of flash2.
+
+    bias, (3 heads head_dim,), is one that the projection has added already and has no gradient of there: it gets the
+    sum of qkv's gradient over the tokens from here, in fp32 or more. On Hopper that saves reading it.
+
+    Raises:
+        ValueError: as flash2; or qkv or bias is of another shape.
     """
     if qkv.ndim != 5 or qkv.shape[2] != 3:
         raise ValueError(f"flash2_packed takes qkv (batch, seq, 3, heads, head_dim), not {tuple(qkv.shape)}")
+    if bias is not None and bias.shape != (qkv.shape[2:].numel(),):
+        raise ValueError(f"the bias of qkv {tuple(qkv.shape)} is ({qkv.shape[2:].numel()},), not {tuple(bias.shape)}")
     options = _prepare(*qkv.unbind(2), causal, scale, dropout_p, numbers, window, cu_seqlens, blocks)
     qkv = readable(qkv)
-    return _Flash2.apply(return_lse, _is_deterministic(deterministic), options, qkv)
+    return _Flash2.apply(return_lse, _is_deterministic(deterministic), options, qkv, None, None, bias)
 
 
 def _is_deterministic(asked: bool | None) -> bool:

@@ -1,7 +1,6 @@
 """Two linear layers with tanh-GELU between them, on PyTorch operators: GPU kernels, the PyTorch definition on CPU."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, library
 from torch.autograd.function import once_differentiable
 
@@ -29,10 +28,10 @@ def _(dout, weight, saved, keep_output):
 
 class _GeluMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, out_weight, out_bias, keep_output):
+    def forward(ctx, x, weight, bias, out_weight, keep_output):
         saved, activated = torch.ops.gelu.forward(x, weight, bias, keep_output)
         ctx.save_for_backward(x, weight, bias, out_weight, saved, activated if keep_output else None)
-        return F.linear(activated, out_weight, out_bias)
+        return activated @ out_weight.T
 
     @staticmethod
     @once_differentiable
@@ -41,20 +40,19 @@ class _GeluMLP(torch.autograd.Function):
         dout, keep_output = dout.contiguous(), activated is not None
         dpre, sums, recomputed = torch.ops.gelu.backward(dout, out_weight, saved, keep_output)
         activated = activated if keep_output else recomputed
-        return dpre @ weight, dpre.T @ x, sums.to(bias.dtype), dout.T @ activated, dout.sum(0), None
+        return dpre @ weight, dpre.T @ x, sums.to(bias.dtype), dout.T @ activated, None
 
 
-def gelu_mlp(
-    x: Tensor, weight: Tensor, bias: Tensor, out_weight: Tensor, out_bias: Tensor, keep_output: bool = True
-) -> Tensor:
-    """gelu(x weight^T + bias) out_weight^T + out_bias in x's dtype, autocast or not, with tanh-GELU.
+def gelu_mlp(x: Tensor, weight: Tensor, bias: Tensor, out_weight: Tensor, keep_output: bool = True) -> Tensor:
+    """gelu(x weight^T + bias) out_weight^T in x's dtype, autocast or not, with tanh-GELU.
 
-    x (..., D), weight (C, D), bias (C,), out_weight (E, C) and out_bias (E,), in floating dtypes. The gradient of
-    GELU's bias is summed in fp32. With keep_output the forward pass saves GELU's output and its slope, (N, C) each in
-    x's dtype, for the backward pass; without it only GELU's input, from which both are recomputed: half the memory.
+    x (..., D), weight (C, D), bias (C,) and out_weight (E, C), in floating dtypes. The second layer's own bias is left
+    to what comes after (kernels.layer_norm). The gradient of GELU's bias is summed in fp32. With keep_output the
+    forward pass saves GELU's output and its slope, (N, C) each in x's dtype, for the backward pass; without it only
+    GELU's input, from which both are recomputed: half the memory.
     """
-    weight, out_weight, out_bias = (parameter.to(x.dtype) for parameter in (weight, out_weight, out_bias))
+    weight, out_weight = weight.to(x.dtype), out_weight.to(x.dtype)
     rows, keep_output = x.contiguous().flatten(0, -2), keep_output and torch.is_grad_enabled()
     with torch.autocast(x.device.type, enabled=False):
-        out = _GeluMLP.apply(rows, weight, bias, out_weight, out_bias, keep_output)
+        out = _GeluMLP.apply(rows, weight, bias, out_weight, keep_output)
     return torch.ops.aten._unsafe_view(out, (*x.shape[:-1], -1))  # of a view FSDP2 warns where a module returns it

@@ -1,8 +1,8 @@
 """The end of a residual branch and the LayerNorm (Ba et al., 2016) after it, as PyTorch operators.
 
-A kernel adds the branch and normalises the sum. In the backward pass another takes in the gradient of the residual
-stream, adds LayerNorm's, and sums those of weight and bias over tokens on the way. The compiler's own kernels read rows
-of more than 1024 columns twice, and need several for the sums.
+A kernel adds the branch, with the bias that its last layer has left out, and normalises the sum. In the backward pass
+another takes in the gradient of the residual stream, adds LayerNorm's, and sums those of weight and biases over tokens
+on the way. The compiler's own kernels read rows of more than 1024 columns twice, and need several for the sums.
 """
 
 import torch
@@ -13,64 +13,79 @@ from kernels.operators import implement
 
 _library = library.Library("layer_norm", "DEF")
 _library.define(
-    "forward(Tensor x, Tensor? branch, Tensor weight, Tensor bias, float eps) -> (Tensor, Tensor, Tensor, Tensor)"
+    "forward(Tensor x, Tensor? branch, Tensor? branch_bias, Tensor weight, Tensor bias, float eps)"
+    " -> (Tensor, Tensor, Tensor, Tensor)"
 )
 _library.define(
-    "backward(Tensor dout, Tensor dstream, Tensor x, Tensor weight, Tensor mean, Tensor rstd)"
-    " -> (Tensor, Tensor, Tensor)"
+    "backward(Tensor dout, Tensor dstream, Tensor x, Tensor weight, Tensor mean, Tensor rstd, bool has_branch_bias)"
+    " -> (Tensor, Tensor)"
 )
 implement(_library, "layer_norm", ("forward", "backward"), gpu_module="triton_kernels")
 
 
 @library.register_fake("layer_norm::forward")
-def _(x, branch, weight, bias, eps):
+def _(x, branch, branch_bias, weight, bias, eps):
     stream = x.new_empty(0) if branch is None else torch.empty_like(x)
     mean = x.new_empty((x.shape[0], 1), dtype=torch.promote_types(x.dtype, torch.float32))
     return stream, torch.empty_like(x), mean, torch.empty_like(mean)
 
 
 @library.register_fake("layer_norm::backward")
-def _(dout, dstream, x, weight, mean, rstd):
-    sums = mean.new_empty(x.shape[1])
-    return torch.empty_like(x), sums, torch.empty_like(sums)
+def _(dout, dstream, x, weight, mean, rstd, has_branch_bias):
+    return torch.empty_like(x), mean.new_empty((3 if has_branch_bias else 2, x.shape[1]))
 
 
 class _Normalise(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, branch, weight, bias, eps):
-        stream, out, mean, rstd = torch.ops.layer_norm.forward(x, branch, weight, bias, eps)
+    def forward(ctx, x, branch, branch_bias, weight, bias, eps):
+        stream, out, mean, rstd = torch.ops.layer_norm.forward(x, branch, branch_bias, weight, bias, eps)
         stream = x.view_as(x) if branch is None else stream
         ctx.save_for_backward(stream, weight, mean, rstd)
         ctx.has_branch, ctx.bias_dtype = branch is not None, bias.dtype
+        ctx.branch_bias_dtype = None if branch_bias is None else branch_bias.dtype
         return stream, out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dstream, dout):
         gradients, saved = (dout.contiguous(), dstream.contiguous()), ctx.saved_tensors
-        dx, dweight, dbias = torch.ops.layer_norm.backward(*gradients, *saved)
-        return dx, dx if ctx.has_branch else None, dweight.to(saved[1].dtype), dbias.to(ctx.bias_dtype), None
+        has_branch_bias = ctx.branch_bias_dtype is not None
+        dx, sums = torch.ops.layer_norm.backward(*gradients, *saved, has_branch_bias)
+        dweight, dbias = sums[:2].unbind()
+        dbranch_bias = sums[2].to(ctx.branch_bias_dtype) if has_branch_bias else None
+        dbranch = dx if ctx.has_branch else None
+        return dx, dbranch, dbranch_bias, dweight.to(saved[1].dtype), dbias.to(ctx.bias_dtype), None
 
 
 def normalise(
-    x: Tensor, weight: Tensor, bias: Tensor, eps: float, branch: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    branch: Tensor | None = None,
+    branch_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """x + branch, and layer_norm(x + branch) weight + bias over the last dimension, both (..., C) in x's dtype.
+    """x + branch + branch_bias, and the layer_norm of that sum, both (..., C) in x's dtype.
 
     The first is to be used in x's place from then on: its gradient and LayerNorm's are added in one kernel. Without a
-    branch it is x. x and branch (..., C), weight and bias (C,), in floating dtypes; computed in fp32, or fp64 for such
-    x, autocast or not. What is normalised is the sum as it is rounded. The gradients of x and branch are one tensor.
+    branch it is x. x and branch (..., C), weight, bias and branch_bias (C,), in floating dtypes; computed in fp32, or
+    fp64 for such x, autocast or not. What is normalised is the sum as it is rounded, which it is once. The gradients of
+    x and branch are one tensor, and branch_bias's is summed in fp32 before that is rounded.
 
     Raises:
-        ValueError: branch has not x's shape.
+        ValueError: branch has not x's shape, or there is a branch_bias and no branch.
     """
     if branch is not None and branch.shape != x.shape:
         raise ValueError(f"a branch of shape {tuple(branch.shape)} cannot end on x of shape {tuple(x.shape)}")
+    if branch is None and branch_bias is not None:
+        raise ValueError("a branch_bias is added with a branch, and there is none")
     rows = x.contiguous().flatten(0, -2)
     if branch is not None:
         branch = branch.to(x.dtype).contiguous().flatten(0, -2)
+    if branch_bias is not None:
+        branch_bias = branch_bias.contiguous()
     with torch.autocast(x.device.type, enabled=False):
-        stream, out = _Normalise.apply(rows, branch, weight.contiguous(), bias.contiguous(), eps)
+        stream, out = _Normalise.apply(rows, branch, branch_bias, weight.contiguous(), bias.contiguous(), eps)
     # FSDP2 warns of views where a module returns them. Of these nobody holds the base, but for a stream that is x.
     unflatten = torch.ops.aten._unsafe_view
     return stream.view(x.shape) if branch is None else unflatten(stream, x.shape), unflatten(out, x.shape)

@@ -31,6 +31,7 @@ from kernels.fused_softmax.op import LONGEST_ROW
 from kernels.gelu import hopper as hopper_gelu
 from kernels.gelu import triton_kernels as gelu
 from kernels.layer_norm import triton_kernels as layer_norm
+from kernels.sums import TILE, WARPS, sum_rows_kernel
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -240,9 +241,9 @@ def others(dtype: str) -> dict:
     (m_t, k_t), m_r = cross_entropy.TARGETS_TILE, cross_entropy.SUMS_ROWS
     own = (data, data, "*i64", fp32, size, MULTIPLE), {"M": m_t, "K": k_t}
     left = (data, fp32, "*i64", fp32, fp32, MULTIPLE, size, size), {"M": m_r, "N": 256} | upcast
-    (m, n, forward_warps), (rows, columns, backward_warps) = gelu.FORWARD, gelu.BACKWARD
     m_c, k_c = cross_entropy.RESCALE_TILE
     scaled = (data, data, data, data, "*i64", fp32, size, MULTIPLE), {"M": m_c, "K": k_c} | upcast
+    (m, n, forward_warps), (rows, columns, backward_warps) = gelu.FORWARD, gelu.BACKWARD
     forward = (data, data, size, size), {"M": m, "N": n, "KEEP_OUTPUT": True} | upcast
     m_s, n_s, softmax_warps = softmax.tile(LONGEST_ROW)
     masks = {"M": m_s, "N": n_s, "CAUSAL": True, "DOCUMENTS": True, "DROPOUT": True} | upcast
@@ -253,23 +254,26 @@ def others(dtype: str) -> dict:
     for width in (768, 1000, layer_norm.WIDEST):
         columns_l = size if width % 16 else MULTIPLE
         m_l, n_l, warps = layer_norm.tile(width)
-        types = data, data, fp32, fp32, data, data, fp32, fp32, size, columns_l, fp32[1:]
+        types = data, data, fp32, fp32, fp32, data, data, fp32, fp32, size, columns_l, fp32[1:]
         norms[f"layer_norm {width}"] = layer_norm.layer_norm_kernel, types, {"M": m_l, "N": n_l} | upcast, warps
-        alone = data, "constexpr", fp32, fp32, "constexpr", data, fp32, fp32, MULTIPLE, columns_l, fp32[1:]
-        without = {"branch": None, "stream": None, "M": m_l, "N": n_l} | upcast
+        none = "constexpr"
+        alone = data, none, none, fp32, fp32, none, data, fp32, fp32, MULTIPLE, columns_l, fp32[1:]
+        without = {"branch": None, "branch_bias": None, "stream": None, "M": m_l, "N": n_l} | upcast
         norms[f"layer_norm without a branch {width}"] = layer_norm.layer_norm_kernel, alone, without, warps
         types = data, data, data, fp32, fp32, fp32, data, fp32, size, columns_l
-        constants_l = {"M": m_l, "N": n_l, "STAGES": layer_norm.stages(m_l * n_l, DTYPES[dtype])} | upcast
+        constants_l = {"STAGES": layer_norm.stages(m_l * n_l, DTYPES[dtype]), "BRANCH_BIAS": True} | upcast
+        constants_l |= {"M": m_l, "N": n_l}
         norms[f"layer_norm gradient {width}"] = layer_norm.layer_norm_gradient_kernel, types, constants_l, warps
     step = ("*i64", "*i32", fp32, fp32, *[fp32[1:]] * 7), {"CHUNK": adamw.CHUNK, "ALIGNED": True}
     return {
         "adamw": (adamw.adamw_kernel, *step, adamw.WARPS),
         "cross_entropy": (cross_entropy.cross_entropy_kernel, *loss, cross_entropy.WARPS),
         "cross_entropy targets": (cross_entropy.cross_entropy_target_kernel, *own, cross_entropy.TARGETS_WARPS),
+        "cross_entropy rescale": (cross_entropy.cross_entropy_rescale_kernel, *scaled, cross_entropy.RESCALE_WARPS),
         "cross_entropy sums": (cross_entropy.cross_entropy_sums_kernel, *left, cross_entropy.SUMS_WARPS),
         "softmax": (softmax.softmax_kernel, *rows_of_scores, softmax_warps),
         "softmax gradient": (softmax.softmax_gradient_kernel, *rows_of_scores, softmax_warps),
-        "cross_entropy rescale": (cross_entropy.cross_entropy_rescale_kernel, *scaled, cross_entropy.RESCALE_WARPS),
+        "sum of rows": (sum_rows_kernel, (fp32, fp32, size, MULTIPLE, size), dict(zip("MN", TILE, strict=True)), WARPS),
         "gelu forward": (gelu.gelu_kernel, *forward, forward_warps),
         "gelu backward": (gelu.gelu_gradient_kernel, *backward, backward_warps),
         **norms,

@@ -14,7 +14,7 @@ from model.attention import (
     SDPA_BACKENDS,
     VARIANTS,
     AttentionConfig,
-    attend_packed,
+    attend_projected,
     build_attention,
     check_attention,
     sdpa,
@@ -115,10 +115,10 @@ def test_the_deterministic_switch_reaches_the_operator_and_follows_torch_unless_
         return backward(dout, qkv, out, logsumexp, dlogsumexp, deterministic, *options)
 
     monkeypatch.setattr(definition, "backward_packed", spy)
-    qkv = torch.randn(1, 9, 3, 2, 16, requires_grad=True)
+    x, projection = torch.randn(1, 9, 32), torch.nn.Linear(32, 96)
 
     def step(config: AttentionConfig) -> None:
-        attend_packed(build_attention(config), qkv, causal=True, scale=0.25).sum().backward()
+        attend_projected(build_attention(config), x, projection, 2, causal=True, scale=0.25).sum().backward()
 
     step(AttentionConfig("flash2", deterministic=True))
     step(AttentionConfig("flash2"))

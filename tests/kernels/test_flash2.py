@@ -100,8 +100,12 @@ def test_the_packed_gradient_is_that_of_its_parts(implementation):
     options = Options(causal=True, scale=0.2)
     out, logsumexp = implementation.forward(q, k, v, *options)
     apart = implementation.backward(dout, q, k, v, out, logsumexp, None, True, *options)
-    packed = implementation.backward_packed(dout, qkv, out, logsumexp, None, True, *options)
-    assert torch.equal(packed, torch.stack(apart, dim=2))
+    args = dout, qkv, out, logsumexp, None, True, *options
+    packed, none = implementation.backward_packed(*args, False)
+    assert torch.equal(packed, torch.stack(apart, dim=2)) and none.numel() == 0
+    same, sums = implementation.backward_packed(*args, True)
+    assert torch.equal(same, packed) and sums.dtype == torch.float32
+    torch.testing.assert_close(sums, packed.sum((0, 1)), rtol=1e-5, atol=1e-5)
 
 
 def test_the_packed_operator_is_flash2_of_its_parts():
@@ -110,6 +114,23 @@ def test_the_packed_operator_is_flash2_of_its_parts():
     assert torch.autograd.gradcheck(lambda x: flash2_packed(x, causal=True), qkv)
     with pytest.raises(ValueError, match="flash2_packed takes qkv"):
         flash2_packed(qkv.squeeze(0))
+
+
+def test_a_bias_of_the_projection_has_its_gradient_from_flash2():
+    qkv = torch.randn(2, 9, 3, 2, 16, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(96, dtype=torch.float64, requires_grad=True)
+
+    def project(qkv, bias):
+        """qkv with the bias, which has no gradient of there."""
+        return qkv + bias.detach().view(3, 2, 16)
+
+    expected = torch.autograd.grad(flash2(*project(qkv, bias).unbind(2)).sin().sum(), qkv)
+    found = torch.autograd.grad(flash2_packed(project(qkv, bias), bias=bias).sin().sum(), (qkv, bias))
+    torch.testing.assert_close(found, (*expected, expected[0].sum((0, 1)).flatten()))
+    frozen = flash2_packed(project(qkv, bias), bias=bias.detach())
+    torch.testing.assert_close(torch.autograd.grad(frozen.sin().sum(), qkv), expected)
+    with pytest.raises(ValueError, match=r"the bias of qkv \(2, 9, 3, 2, 16\) is \(96,\), not \(3, 32\)"):
+        flash2_packed(qkv, bias=bias.view(3, 32))
 
 
 def written_out(case: Case, inputs: tuple, visible: torch.Tensor, dlogsumexp: torch.Tensor) -> tuple:
@@ -308,6 +329,30 @@ def test_gradients_over_many_tiles_are_attentions(head_dim, causal):
     case = Case(2, seq_q=2001, seq_k=2001, heads=16, kv_heads=8, head_dim=head_dim, causal=causal, dtype=BF16)
     inputs = draw(case, "cuda")
     assert_as_accurate(case, outcome(lambda q, k, v: flash2(q, k, v, causal=causal), *inputs), inputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize("causal", [False, True])
+def test_on_hopper_a_biass_gradient_is_summed_by_the_kernels(head_dim, causal):
+    """As near to fp64's as the sum of the rounded gradient is. A key's is zero, which such a sum never is."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("of Hopper alone")
+    qkv = torch.randn(2, 1001, 3, 4, head_dim, device="cuda", dtype=BF16)
+    qkv.requires_grad_()
+    bias = torch.zeros(12 * head_dim, device="cuda", requires_grad=True)
+    out = flash2_packed(qkv, bias=bias, causal=causal)
+    dout = torch.randn_like(out)
+    dqkv, found = torch.autograd.grad(out, (qkv, bias), dout)
+    exact_qkv = qkv.detach().double().requires_grad_()
+    q, k, v = exact_qkv.transpose(1, 3).unbind(2)
+    exact_out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
+    (exact,) = torch.autograd.grad(exact_out, exact_qkv, dout.double())
+    exact = exact.sum((0, 1))
+    found, summed = found.view_as(exact), dqkv.double().sum((0, 1))
+    assert found.dtype == torch.float32 and found[1].eq(0).all() and exact[1].abs().max() < 1e-9
+    for part in (0, 2):
+        assert (found[part] - exact[part]).norm() <= 1.1 * (summed[part] - exact[part]).norm()
 
 
 def test_return_lse_and_masks_through_the_operator():

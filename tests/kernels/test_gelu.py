@@ -123,11 +123,10 @@ def test_plain_kernels_round_once(dtype, keep_output):
 def test_gradients_reach_all_parameters_through_any_shape(keep_output):
     x, weight, bias, _, _ = draw(30, 24, 15, torch.float32)
     x = x.view(2, 15, 15).transpose(1, 2).requires_grad_()  # not dense
-    out_weight, out_bias = torch.randn(7, 24, device=DEVICE), torch.randn(7, device=DEVICE)
-    dout = torch.randn(7, 2, 15, device=DEVICE).permute(1, 2, 0)
-    inputs = x, *(parameter.requires_grad_() for parameter in (weight, bias, out_weight, out_bias))
+    out_weight, dout = torch.randn(7, 24, device=DEVICE), torch.randn(7, 2, 15, device=DEVICE).permute(1, 2, 0)
+    inputs = x, *(parameter.requires_grad_() for parameter in (weight, bias, out_weight))
     found = gelu_mlp(*inputs, keep_output)
-    expected = F.linear(F.gelu(F.linear(x, weight, bias), approximate="tanh"), out_weight, out_bias)
+    expected = F.linear(F.gelu(F.linear(x, weight, bias), approximate="tanh"), out_weight)
     torch.testing.assert_close(found, expected)
     gradients = [torch.autograd.grad(out, inputs, dout) for out in (found, expected)]
     for ours, theirs in zip(*gradients, strict=True):
@@ -137,7 +136,7 @@ def test_gradients_reach_all_parameters_through_any_shape(keep_output):
 def test_the_result_is_in_the_inputs_dtype_under_autocast_too():
     x, weight, bias, out_weight, _ = draw(6, 20, 5, torch.float32)
     with torch.autocast(DEVICE, torch.bfloat16):
-        out = gelu_mlp(x.requires_grad_(), weight, bias, out_weight, bias[:5])
+        out = gelu_mlp(x.requires_grad_(), weight, bias, out_weight)
     out.sum().backward()
     assert out.dtype == x.grad.dtype == torch.float32
 
