@@ -43,7 +43,6 @@ from kernels.dropout import threshold
 from kernels.flash2.options import Options
 from kernels.flash2.tiles import SpecialisedBackward, padded_head_dim, split_head_dim
 from kernels.launcher import descriptor, launch, strides
-from kernels.sums import sum_rows
 from kernels.warpgroups import barrier, multiprocessors, signature_of
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -669,6 +668,6 @@ def backward_into(
             scalars = *strides(dq), heads, seq_q, options.scale / (1 - options.dropout_p)
             launch(finish_kernel, key, tiles, (accumulator, dq, parts[0]), scalars, constants, num_warps=4)
         if sums is not None:
-            sum_rows(parts, sums.flatten(1)[::2])
+            torch.sum(parts, 1, out=sums.flatten(1)[::2])
             sums[1].zero_()
     return deltas

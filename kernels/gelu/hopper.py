@@ -26,7 +26,6 @@ from kernels.hopper_product import (
     shared_memory,
     tile_at,
 )
-from kernels.sums import sum_rows
 from kernels.warpgroups import barrier, signature_of
 
 
@@ -183,4 +182,4 @@ def backward(dout: Tensor, weight: Tensor, saved: Tensor, keep_output: bool) -> 
     dpre, recomputed = torch.empty_like(saved), None if keep_output else torch.empty_like(saved)
     sums = torch.empty((-(-rows // M.value), columns), dtype=torch.float32, device=saved.device)
     _launch(dout, weight, None, dpre, saved, recomputed, sums, gradient=True, keep_output=keep_output)
-    return dpre, sum_rows(sums[None])[0], saved.new_empty(0) if recomputed is None else recomputed
+    return dpre, sums.sum(0), saved.new_empty(0) if recomputed is None else recomputed

@@ -14,7 +14,6 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.rounding import to
-from kernels.sums import sum_rows
 
 MINUS_LOG2_E: tl.constexpr = tl.constexpr(-1.4426950408889634)
 SLOPE: tl.constexpr = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
@@ -102,4 +101,4 @@ def backward(dout: Tensor, saved: Tensor, keep_output: bool) -> tuple[Tensor, Te
     recomputed = saved.new_empty(0) if keep_output else torch.empty_like(saved)
     arguments = dout, saved, dx, recomputed, sums, rows, columns, slab, m, n, keep_output, saved.device.type == "cpu"
     gelu_gradient_kernel[slabs, triton.cdiv(columns, n)](*arguments, num_warps=warps)
-    return dx, sum_rows(sums[None])[0].to(torch.promote_types(saved.dtype, torch.float32)), recomputed
+    return dx, sums.sum(0).to(torch.promote_types(saved.dtype, torch.float32)), recomputed

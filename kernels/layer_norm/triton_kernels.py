@@ -13,7 +13,6 @@ from torch import Tensor
 from kernels.launcher import launch
 from kernels.layer_norm import definition
 from kernels.rounding import to
-from kernels.sums import sum_rows
 
 WIDEST = 8192  # columns that a program has registers for
 ELEMENTS, PER_THREAD = 4096, 32  # of a tile, which has one row at least, and of a thread
@@ -131,14 +130,13 @@ def backward(
         return definition.backward(dout, dstream, x, weight, mean, rstd, has_branch_bias)
     m, n, warps = tile(columns)
     programs = min(triton.cdiv(rows, m), PROGRAMS)
-    count = 3 if has_branch_bias else 2
-    dx, sums = torch.empty_like(x), torch.empty((programs, count, columns), device=x.device)
+    dx, sums = torch.empty_like(x), torch.empty((programs, 3 if has_branch_bias else 2, columns), device=x.device)
     tensors = dout, dstream, x, weight, mean, rstd, dx, sums
     key = x.dtype, weight.dtype, x.device
     constants = m, n, stages(m * n, x.dtype), has_branch_bias, x.device.type == "cpu"
     with torch.cuda.device_of(x):
         launch(layer_norm_gradient_kernel, key, programs, tensors, (rows, columns), constants, num_warps=warps)
-    return dx, sum_rows(sums.view(1, programs, -1)).view(count, columns)
+    return dx, sums.sum(0)
 
 
 def tile(columns: int) -> tuple[int, int, int]:

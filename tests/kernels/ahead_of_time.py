@@ -31,7 +31,6 @@ from kernels.fused_softmax.op import LONGEST_ROW
 from kernels.gelu import hopper as hopper_gelu
 from kernels.gelu import triton_kernels as gelu
 from kernels.layer_norm import triton_kernels as layer_norm
-from kernels.sums import TILE, WARPS, sum_rows_kernel
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -273,7 +272,6 @@ def others(dtype: str) -> dict:
         "cross_entropy sums": (cross_entropy.cross_entropy_sums_kernel, *left, cross_entropy.SUMS_WARPS),
         "softmax": (softmax.softmax_kernel, *rows_of_scores, softmax_warps),
         "softmax gradient": (softmax.softmax_gradient_kernel, *rows_of_scores, softmax_warps),
-        "sum of rows": (sum_rows_kernel, (fp32, fp32, size, MULTIPLE, size), dict(zip("MN", TILE, strict=True)), WARPS),
         "gelu forward": (gelu.gelu_kernel, *forward, forward_warps),
         "gelu backward": (gelu.gelu_gradient_kernel, *backward, backward_warps),
         **norms,
