@@ -10,7 +10,19 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+import numpy
 import pytest
+from torch.utils._triton import has_triton_package
+
+
+def pytest_configure():
+    if os.environ.get("TRITON_INTERPRET") and has_triton_package():
+        import triton
+
+        versions = [tuple(map(int, module.__version__.split(".")[:2])) for module in (triton, numpy)]
+        if versions[0] < (3, 7) and versions[1] >= (2, 4):
+            pytest.exit(f"the interpreter of Triton {triton.__version__} needs numpy<2.4; pip install 'numpy<2.4'", 4)
+
 
 # torch lists its factory functions when a device is first used as a context: before any test has patched them.
 with torch.device("meta"):
@@ -24,7 +36,9 @@ def poisoned_memory(monkeypatch):
     def poison(allocate):
         def allocate_poisoned(*args, **kwargs):
             tensor = allocate(*args, **kwargs)
-            return tensor.fill_(float("nan")) if tensor.is_floating_point() and not tensor.is_meta else tensor
+            if tensor.is_floating_point() and not tensor.is_meta:
+                tensor.detach().fill_(float("nan"))
+            return tensor
 
         return allocate_poisoned
 

@@ -30,6 +30,7 @@ from kernels.fused_softmax import triton_kernels as softmax
 from kernels.fused_softmax.op import LONGEST_ROW
 from kernels.gelu import hopper as hopper_gelu
 from kernels.gelu import triton_kernels as gelu
+from kernels.launcher import triton_version
 from kernels.layer_norm import triton_kernels as layer_norm
 
 TARGETS = {
@@ -295,7 +296,9 @@ def compile_others(target: str) -> list[dict]:
 
 def specialised() -> list[tuple]:
     """Jobs for every entry of the table; the backward's causal ones without dQ too (a deterministic pass), and head
-    128's in fp16."""
+    128's in fp16. None under a Triton that cannot compile them, for which the rules choose none."""
+    if triton_version() < (3, 6):
+        return []
     jobs = [
         (pass_, int(size), "bf16", mask != "full", mask == "dropout", tuple(config))
         for pass_, sizes in read_table()["specialised"].items()
@@ -311,7 +314,9 @@ def specialised() -> list[tuple]:
 
 def fused() -> list[tuple]:
     """Jobs for the products with GELU, a few seconds each: whether of the gradient, whether GELU's output is kept; and
-    an empty one for the head's."""
+    an empty one for the head's. None where there are no specialised ones."""
+    if triton_version() < (3, 6):
+        return []
     return [*itertools.product((False, True), (False, True)), ()]
 
 

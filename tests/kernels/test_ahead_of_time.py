@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from kernels.launcher import triton_version
 from tests.e2e import ROOT, python_path
 from tests.kernels import ahead_of_time
 from tests.kernels.ahead_of_time import SHAPES, SHARED_MEMORY
@@ -33,6 +34,7 @@ def test_kernels_compile_and_fit(target, compiled):
         assert row["shared"] <= SHARED_MEMORY[target], row
 
 
+@pytest.mark.skipif(triton_version() < (3, 7), reason="older ones serialise tiles that were measured as the fastest")
 def test_tuned_tiles_of_hopper_spill_no_registers_and_keep_the_tensor_cores_busy(compiled):
     tuned = [row for row in compiled if row["target"] == "sm_90" and len(row.get("shape", [])) == 5]
     assert len(tuned) == 3 * len(ahead_of_time.tuned())
@@ -59,6 +61,8 @@ def test_tuned_tiles_of_hopper_spill_no_registers_and_keep_the_tensor_cores_busy
 
 def test_no_loop_of_the_backward_loses_an_operand_it_holds(compiled):
     """The forward's loops are left out: P of one round is multiplied in the next, and Q changes from tile to tile."""
+    if not ahead_of_time.specialised():
+        pytest.skip("the specialised kernels are for Triton 3.6 and later")
     backward = [row for row in compiled if row.get("specialised", [""])[0] == "backward"]
     assert backward and all(row["lost"] == [] for row in backward), backward
 
