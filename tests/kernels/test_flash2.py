@@ -133,6 +133,17 @@ def test_a_bias_of_the_projection_has_its_gradient_from_flash2():
         flash2_packed(qkv, bias=bias.view(3, 32))
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradients_sum_to_what_hoppers_kernels_take_for_their_sums(causal):
+    """Over the tokens: those of keys to zero, those of values to the output's."""
+    qkv, dout = torch.randn(2, 9, 3, 2, 16, dtype=torch.float64), torch.randn(2, 9, 2, 16, dtype=torch.float64)
+    qkv.requires_grad_()
+    (gradient,) = torch.autograd.grad(flash2_packed(qkv, causal=causal), qkv, dout)
+    _, of_keys, of_values = gradient.sum((0, 1))
+    torch.testing.assert_close(of_keys, torch.zeros_like(of_keys))
+    torch.testing.assert_close(of_values, dout.sum((0, 1)))
+
+
 def written_out(case: Case, inputs: tuple, visible: torch.Tensor, dlogsumexp: torch.Tensor) -> tuple:
     """out, logsumexp and the gradients of q, k and v by autograd in fp64, `visible` (batch, seq_q, seq_k) being True
     where a query sees a key; a query that sees none gives zeros and -inf, and has no gradient."""
