@@ -1,6 +1,6 @@
 """How an operator gets its two implementations: Triton kernels on CUDA and ROCm, the PyTorch definition on CPU."""
 
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from types import ModuleType
 
@@ -16,12 +16,11 @@ def implementation(package: str, device_type: str, gpu_module: str = "launch") -
 
 def implement(library: torch.library.Library, package: str, names: tuple[str, ...], gpu_module: str = "launch") -> None:
     """Makes the functions of those names, in either module, the operators of `library`."""
+
+    def call(name: str, device: str, *args):
+        return getattr(implementation(package, device, gpu_module), name)(*args)
+
     for name in names:
-        for device in ("cpu", "cuda"):
-            library.impl(
-                name,
-                lambda *args, name=name, device=device: getattr(implementation(package, device, gpu_module), name)(
-                    *args
-                ),
-                device.upper(),
-            )
+        library.impl(name, partial(call, name, "cuda"), "CUDA")
+        # A definition says itself in which dtype it computes.
+        library.impl(name, torch.autocast("cpu", enabled=False)(partial(call, name, "cpu")), "CPU")

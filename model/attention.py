@@ -258,12 +258,12 @@ def attend_projected(attention: Attention, x: Tensor, projection: nn.Linear, hea
     is the gradient of the projection's bias.
     """
     if isinstance(attention, partial) and attention.func is flash2:
-        qkv = _parts(F.linear(x, projection.weight, projection.bias.detach()), heads)
+        qkv = split_projection(F.linear(x, projection.weight, projection.bias.detach()), heads)
         return flash2_packed(qkv, bias=projection.bias, **attention.keywords, **options)
-    return attention(*_parts(projection(x), heads).unbind(2), **options)
+    return attention(*split_projection(projection(x), heads).unbind(2), **options)
 
 
-def _parts(projected: Tensor, heads: int) -> Tensor:
+def split_projection(projected: Tensor, heads: int) -> Tensor:
     """(batch, seq, 3 C) as (batch, seq, 3, heads, head_dim)."""
     return projected.unflatten(2, (3, heads, -1))
 

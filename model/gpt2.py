@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from errors import UserError
 from kernels.gelu import gelu_mlp
 from kernels.layer_norm import normalise
-from model.attention import Attention, attend_projected
+from model.attention import Attention, attend_projected, split_projection
 from model.loss import cross_entropy
 
 PAD_VOCABULARY_TO = 64
@@ -97,15 +97,20 @@ Branch = tuple[Tensor, Tensor | None]
 """What is to be added to the residual stream, (B, T, C), and a bias (C,) to be added with it."""
 
 
+def total(x: Tensor, *terms: Tensor) -> Tensor:
+    """x and the terms added in that order, in fp32 or more, and rounded once, to x's dtype."""
+    return sum(terms, x.to(torch.promote_types(x.dtype, torch.float32))).to(x.dtype)
+
+
 def end_branch(x: Tensor, bias: Tensor, dropout: nn.Dropout) -> Branch:
-    """The branch of x, where its last layer has left out its bias, which only dropout has to have in it."""
-    return (x, bias) if dropout.p == 0 else (dropout(x + bias.to(x.dtype)), None)
+    """The branch of x, where its last layer has left out its bias, which dropout, where it drops, has to have in it."""
+    return (dropout(total(x, bias)), None) if dropout.training and dropout.p > 0 else (x, bias)
 
 
 def add_branch(x: Tensor, branch: Branch) -> Tensor:
-    """The residual stream x with a branch added, where nothing normalises the sum and would add it."""
+    """The residual stream x with a branch added, as kernels.layer_norm does where the sum is normalised."""
     end, bias = branch
-    return x + (end if bias is None else (end + bias).to(x.dtype))
+    return total(end, x) if bias is None else total(end, bias, x)
 
 
 class SelfAttention(nn.Module):
@@ -128,7 +133,7 @@ class SelfAttention(nn.Module):
         if cache is None:
             y = attend_projected(self.attention, x, self.c_attn, self.n_head, **options)
         else:
-            q, k, v = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head).unbind(2)
+            q, k, v = split_projection(self.c_attn(x), self.n_head).unbind(2)
             y = self.attention(q, *cache.extend(self.layer, k, v), **options)
         return end_branch(F.linear(y.reshape(B, T, C), self.c_proj.weight), self.c_proj.bias, self.dropout)
 

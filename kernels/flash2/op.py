@@ -28,11 +28,11 @@ implement(_library, "flash2", ("forward", "backward", "backward_packed"))
 
 
 def _forward(q: Tensor, *args):
-    """The operator; past the dispatcher, which takes the host 9 microseconds, where nothing listens to it.
+    """The operator; on a GPU past the dispatcher, which takes the host 9 microseconds, where nothing listens to it.
 
     What listens are torch.compile, modes such as the FLOP counter's or make_fx's, and subclasses of Tensor.
     """
-    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or type(q) is not Tensor:
+    if not q.is_cuda or torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or type(q) is not Tensor:
         return torch.ops.flash2.forward(q, *args)
     return implementation("flash2", q.device.type).forward(q, *args)
 

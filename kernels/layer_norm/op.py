@@ -73,12 +73,14 @@ def normalise(
     x and branch are one tensor, and branch_bias's is summed in fp32 before that is rounded.
 
     Raises:
-        ValueError: branch has not x's shape, or there is a branch_bias and no branch.
+        ValueError: branch has not x's shape, or branch_bias not (C,), or there is a branch_bias and no branch.
     """
     if branch is not None and branch.shape != x.shape:
         raise ValueError(f"a branch of shape {tuple(branch.shape)} cannot end on x of shape {tuple(x.shape)}")
     if branch is None and branch_bias is not None:
         raise ValueError("a branch_bias is added with a branch, and there is none")
+    if branch_bias is not None and branch_bias.shape != x.shape[-1:]:
+        raise ValueError(f"a branch_bias of shape {tuple(branch_bias.shape)} is none of {x.shape[-1]} columns")
     rows = x.contiguous().flatten(0, -2)
     if branch is not None:
         branch = branch.to(x.dtype).contiguous().flatten(0, -2)

@@ -264,6 +264,12 @@ def others(dtype: str) -> dict:
         constants_l = {"STAGES": layer_norm.stages(m_l * n_l, DTYPES[dtype]), "BRANCH_BIAS": True} | upcast
         constants_l |= {"M": m_l, "N": n_l}
         norms[f"layer_norm gradient {width}"] = layer_norm.layer_norm_gradient_kernel, types, constants_l, warps
+        if width == 768:  # in dropout a branch has its bias already
+            without = constants_l | {"BRANCH_BIAS": False}
+            norms["layer_norm gradient without a bias"] = layer_norm.layer_norm_gradient_kernel, types, without, warps
+            types = data, data, none, fp32, fp32, data, data, fp32, fp32, size, columns_l, fp32[1:]
+            without = {"branch_bias": None, "M": m_l, "N": n_l} | upcast
+            norms["layer_norm without a bias"] = layer_norm.layer_norm_kernel, types, without, warps
     step = ("*i64", "*i32", fp32, fp32, *[fp32[1:]] * 7), {"CHUNK": adamw.CHUNK, "ALIGNED": True}
     return {
         "adamw": (adamw.adamw_kernel, *step, adamw.WARPS),

@@ -343,7 +343,7 @@ def test_gradients_over_many_tiles_are_attentions(head_dim, causal):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
 @pytest.mark.parametrize("causal", [False, True])
 def test_on_hopper_a_biass_gradient_is_summed_by_the_kernels(head_dim, causal):
     """As near to fp64's as the sum of the rounded gradient is. A key's is zero, which such a sum never is."""
@@ -364,6 +364,17 @@ def test_on_hopper_a_biass_gradient_is_summed_by_the_kernels(head_dim, causal):
     assert found.dtype == torch.float32 and found[1].eq(0).all() and exact[1].abs().max() < 1e-9
     for part in (0, 2):
         assert (found[part] - exact[part]).norm() <= 1.1 * (summed[part] - exact[part]).norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{"deterministic": True}, {"dropout_p": 0.1}, {"return_lse": True}], ids=str)
+def test_where_the_kernels_cannot_sum_it_a_biass_gradient_is_the_sum_all_the_same(options):
+    qkv = torch.randn(2, 300, 3, 4, 64, device="cuda", dtype=BF16, requires_grad=True)
+    bias = torch.zeros(768, device="cuda", requires_grad=True)
+    results = flash2_packed(qkv, bias=bias, causal=True, **options)
+    results = results if isinstance(results, tuple) else (results,)
+    dqkv, found = torch.autograd.grad(results, (qkv, bias), [torch.randn_like(x) for x in results])
+    torch.testing.assert_close(found, dqkv.float().sum((0, 1)).flatten(), rtol=1e-4, atol=1e-3)
 
 
 def test_return_lse_and_masks_through_the_operator():
@@ -473,6 +484,10 @@ def test_opcheck(device):
     out, logsumexp = torch.ops.flash2.forward(q, k, v, *options)
     arguments = dout, q, k, v, out, logsumexp, None, True, *options
     torch.library.opcheck(torch.ops.flash2.backward.default, arguments, test_utils=checks)
+    arguments = dout, torch.stack([q, k, v], 2), *arguments[4:]
+    for with_sums in (True, False):
+        packed = torch.ops.flash2.backward_packed.default
+        torch.library.opcheck(packed, (*arguments, with_sums), test_utils=checks)
 
 
 @pytest.mark.parametrize("device", DEVICES)

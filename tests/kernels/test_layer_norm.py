@@ -106,6 +106,8 @@ def test_a_branch_may_be_of_another_dtype_and_layout_but_of_no_other_shape(imple
         normalise(x, ones, ones, EPS, x[:1])
     with pytest.raises(ValueError, match="a branch_bias is added with a branch, and there is none"):
         normalise(x, ones, ones, EPS, None, ones)
+    with pytest.raises(ValueError, match=r"a branch_bias of shape \(1,\) is none of 24 columns"):
+        normalise(x, ones, ones, EPS, x, ones[:1])
 
 
 @pytest.mark.gpu
