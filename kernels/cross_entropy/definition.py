@@ -24,8 +24,8 @@ def relative_losses(
 ) -> tuple[Tensor, Tensor]:
     """losses as Hopper computes them, from exponentials relative to the target's: see hopper.py.
 
-    The gradient is that in out, in which each row's number for its target lacks its share of `rest`, times the row's
-    scale: scale and rest are the rows of what is returned with the losses, (2, N) in fp32.
+    The gradient is out, with `rest` added to each row's number for its target, times the row's scale: scale and rest
+    are the two rows of what is returned with the losses, (2, N) in fp32.
     """
     own = targets.clamp(min=0)[:, None]
     x = hidden.float() @ weight.float().T
@@ -41,8 +41,8 @@ def relative_losses(
 def rescale_(dhidden: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor, scales: Tensor) -> Tensor:
     """Makes dhidden (N, C), the product of relative_losses' out and weight (padded V, C), the gradient by hidden.
 
-    Returns hidden times the scales, of which the product with that out is the gradient by weight: to there a target's
-    rest is too small to matter.
+    Returns hidden times the scales, whose product with that out is the gradient by weight. There the rests are left
+    out: they would have to be added to the targets' rows one by one, and would take a fifth off an error of 2.4e-3.
     """
     scale, rest = scales[:, :, None]
     dhidden.copy_((dhidden.float() + rest * weight[targets.clamp(min=0)].float()) * scale)
