@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from errors import UserError
 from kernels.gelu import gelu_mlp
-from kernels.layer_norm import normalise
+from kernels.layer_norm import normalise, total
 from model.attention import Attention, attend_projected, split_projection
 from model.loss import cross_entropy
 
@@ -97,11 +97,6 @@ Branch = tuple[Tensor, Tensor | None]
 """What is to be added to the residual stream, (B, T, C), and a bias (C,) to be added with it."""
 
 
-def total(x: Tensor, *terms: Tensor) -> Tensor:
-    """x and the terms added in that order, in fp32 or more, and rounded once, to x's dtype."""
-    return sum(terms, x.to(torch.promote_types(x.dtype, torch.float32))).to(x.dtype)
-
-
 def end_branch(x: Tensor, bias: Tensor, dropout: nn.Dropout) -> Branch:
     """The branch of x, where its last layer has left out its bias, which dropout, where it drops, has to have in it."""
     return (dropout(total(x, bias)), None) if dropout.training and dropout.p > 0 else (x, bias)
@@ -109,8 +104,7 @@ def end_branch(x: Tensor, bias: Tensor, dropout: nn.Dropout) -> Branch:
 
 def add_branch(x: Tensor, branch: Branch) -> Tensor:
     """The residual stream x with a branch added, as kernels.layer_norm does where the sum is normalised."""
-    end, bias = branch
-    return total(end, x) if bias is None else total(end, bias, x)
+    return total(*branch, x)
 
 
 class SelfAttention(nn.Module):

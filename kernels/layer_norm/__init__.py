@@ -1,5 +1,6 @@
 """LayerNorm of a residual stream that goes on beside it: operators, kernel, definition."""
 
+from kernels.layer_norm.definition import total
 from kernels.layer_norm.op import normalise
 
-__all__ = ["normalise"]
+__all__ = ["normalise", "total"]

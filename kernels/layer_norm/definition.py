@@ -4,6 +4,12 @@ import torch
 from torch import Tensor
 
 
+def total(x: Tensor, *terms: Tensor | None) -> Tensor:
+    """x and the terms that there are, added in that order in fp32 or more, and rounded once, to x's dtype."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return sum((term for term in terms if term is not None), x.to(wide)).to(x.dtype)
+
+
 def forward(
     x: Tensor, branch: Tensor | None, branch_bias: Tensor | None, weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -13,12 +19,8 @@ def forward(
     bias (C,) in any. Mean and rstd, which is 1 / sqrt(variance + eps), are (N, 1) in fp32, or in fp64 for such x.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
-    if branch is None:
-        stream, rows = x.new_empty(0), x.to(wide)
-    else:
-        total = x.to(wide) + (branch if branch_bias is None else branch + branch_bias.to(wide))
-        stream = total.to(x.dtype)
-        rows = stream.to(wide)
+    stream = x.new_empty(0) if branch is None else total(branch, branch_bias, x)
+    rows = (x if branch is None else stream).to(wide)
     out, mean, rstd = torch.native_layer_norm(rows, x.shape[1:], weight.to(wide), bias.to(wide), eps)
     return stream, out.to(x.dtype), mean, rstd
 

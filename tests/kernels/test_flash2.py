@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import library
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -480,14 +481,14 @@ def test_opcheck(device):
     numbers = dropout.draw(2, 2, 40, 40, q.device)
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     options = Options(numbers, causal=True, scale=0.125, dropout_p=0.1)
-    torch.library.opcheck(torch.ops.flash2.forward.default, (q, k, v, *options), test_utils=checks)
+    library.opcheck(torch.ops.flash2.forward.default, (q, k, v, *options), test_utils=checks)
     out, logsumexp = torch.ops.flash2.forward(q, k, v, *options)
     arguments = dout, q, k, v, out, logsumexp, None, True, *options
-    torch.library.opcheck(torch.ops.flash2.backward.default, arguments, test_utils=checks)
+    library.opcheck(torch.ops.flash2.backward.default, arguments, test_utils=checks)
     arguments = dout, torch.stack([q, k, v], 2), *arguments[4:]
     for with_sums in (True, False):
         packed = torch.ops.flash2.backward_packed.default
-        torch.library.opcheck(packed, (*arguments, with_sums), test_utils=checks)
+        library.opcheck(packed, (*arguments, with_sums), test_utils=checks)
 
 
 @pytest.mark.parametrize("device", DEVICES)

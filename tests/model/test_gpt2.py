@@ -290,17 +290,20 @@ def test_activation_checkpointing_changes_no_gradient_and_keeps_attention(attent
     assert attended == ([0, 0, 0] if attention in ("naive", "fused_softmax") else [2, 2, 2])
 
 
+def gradients_in_16_bits(attention: str, checkpointing: str) -> list[torch.Tensor]:
+    """Of all parameters of a sharpened model."""
+    model, tokens = sharpen(build(attention)), tokens_of(2, 41)
+    for block in model.h:
+        block.activation_checkpointing = checkpointing
+    with torch.autocast("cpu", torch.bfloat16):
+        model(tokens[:, :-1], tokens[:, 1:]).backward()
+    return [p.grad for p in model.parameters()]
+
+
 def test_nor_does_the_full_one_in_16_bits():
     """It gives a block one sum, which the block's LayerNorm would have rounded once."""
-    gradients, tokens = [], tokens_of(2, 41)
-    for checkpointing in ("none", "full"):
-        model = sharpen(build("flash2"))
-        for block in model.h:
-            block.activation_checkpointing = checkpointing
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = model(tokens[:, :-1], tokens[:, 1:])
-        gradients.append(torch.autograd.grad(loss, list(model.parameters())))
-    for expected, found in zip(*gradients, strict=True):
+    whole, full = (gradients_in_16_bits("flash2", checkpointing) for checkpointing in ("none", "full"))
+    for expected, found in zip(whole, full, strict=True):
         assert (found - expected).norm() <= 3e-3 * expected.norm()
 
 
@@ -333,14 +336,8 @@ def test_an_operator_that_draws_inside_is_computed_twice_where_it_drops(monkeypa
 
 
 def test_in_16_bits_selective_checkpointing_differs_by_the_rounding_of_gelus_slope():
-    gradients, tokens = [], tokens_of(2, 41)
-    for checkpointing in ("none", "selective"):
-        model = sharpen(build("sdpa"))
-        for block in model.h:
-            block.activation_checkpointing = checkpointing
-        with torch.autocast("cpu", torch.bfloat16):
-            model(tokens[:, :-1], tokens[:, 1:]).backward()
-        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    found = (gradients_in_16_bits("sdpa", checkpointing) for checkpointing in ("none", "selective"))
+    gradients = [torch.cat([x.flatten() for x in of]) for of in found]
     assert 0 < (gradients[0] - gradients[1]).norm() <= torch.finfo(torch.bfloat16).eps * gradients[0].norm()
 
 
