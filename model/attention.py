@@ -23,6 +23,7 @@ from kernels.flash1 import flash1
 from kernels.flash2 import flash2, flash2_packed
 from kernels.flash2.blocks import BLOCK, Listed, butterfly, listed
 from kernels.fused_softmax import fused_softmax
+from kernels.linear import linear
 from kernels.standard import same_document, standard_attention, visible
 
 SDPA_BACKENDS = {
@@ -258,9 +259,9 @@ def attend_projected(attention: Attention, x: Tensor, projection: nn.Linear, hea
     is the gradient of the projection's bias.
     """
     if isinstance(attention, partial) and attention.func is flash2:
-        qkv = split_projection(F.linear(x, projection.weight, projection.bias.detach()), heads)
+        qkv = split_projection(linear(x, projection.weight, projection.bias.detach()), heads)
         return flash2_packed(qkv, bias=projection.bias, **attention.keywords, **options)
-    return attention(*split_projection(projection(x), heads).unbind(2), **options)
+    return attention(*split_projection(linear(x, projection.weight, projection.bias), heads).unbind(2), **options)
 
 
 def split_projection(projected: Tensor, heads: int) -> Tensor:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from errors import UserError
 from kernels.gelu import gelu_mlp
 from kernels.layer_norm import normalise, total
+from kernels.linear import linear
 from model.attention import Attention, attend_projected, split_projection
 from model.loss import cross_entropy
 
@@ -129,7 +130,7 @@ class SelfAttention(nn.Module):
         else:
             q, k, v = split_projection(self.c_attn(x), self.n_head).unbind(2)
             y = self.attention(q, *cache.extend(self.layer, k, v), **options)
-        return end_branch(F.linear(y.reshape(B, T, C), self.c_proj.weight), self.c_proj.bias, self.dropout)
+        return end_branch(linear(y.reshape(B, T, C), self.c_proj.weight), self.c_proj.bias, self.dropout)
 
 
 class MLP(nn.Module):

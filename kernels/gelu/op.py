@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, library
 from torch.autograd.function import once_differentiable
 
+from kernels.linear import weight_gradient
 from kernels.operators import implement
 
 _library = library.Library("gelu", "DEF")
@@ -29,29 +30,32 @@ def _(dout, weight, saved, keep_output):
 class _GeluMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, out_weight, keep_output):
-        saved, activated = torch.ops.gelu.forward(x, weight, bias, keep_output)
-        ctx.save_for_backward(x, weight, bias, out_weight, saved, activated if keep_output else None)
-        return activated @ out_weight.T
+        matrix, out_matrix = weight.to(x.dtype), out_weight.to(x.dtype)
+        saved, activated = torch.ops.gelu.forward(x, matrix, bias, keep_output)
+        ctx.save_for_backward(x, matrix, out_matrix, saved, activated if keep_output else None)
+        ctx.dtypes = weight.dtype, bias.dtype, out_weight.dtype
+        return activated @ out_matrix.T
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):
-        x, weight, bias, out_weight, saved, activated = ctx.saved_tensors
+        x, matrix, out_matrix, saved, activated = ctx.saved_tensors
         dout, keep_output = dout.contiguous(), activated is not None
-        dpre, sums, recomputed = torch.ops.gelu.backward(dout, out_weight, saved, keep_output)
+        dpre, sums, recomputed = torch.ops.gelu.backward(dout, out_matrix, saved, keep_output)
         activated = activated if keep_output else recomputed
-        return dpre @ weight, dpre.T @ x, sums.to(bias.dtype), dout.T @ activated, None
+        kind, bias_kind, out_kind = ctx.dtypes
+        dweight, dout_weight = weight_gradient(dpre, x, kind), weight_gradient(dout, activated, out_kind)
+        return dpre @ matrix, dweight, sums.to(bias_kind), dout_weight, None
 
 
 def gelu_mlp(x: Tensor, weight: Tensor, bias: Tensor, out_weight: Tensor, keep_output: bool = True) -> Tensor:
     """gelu(x weight^T + bias) out_weight^T in x's dtype, autocast or not, with tanh-GELU.
 
-    x (..., D), weight (C, D), bias (C,) and out_weight (E, C), in floating dtypes. The second layer's own bias is left
-    to what comes after (kernels.layer_norm). The gradient of GELU's bias is summed in fp32. With keep_output the
-    forward pass saves GELU's output and its slope, (N, C) each in x's dtype, for the backward pass; without it only
-    GELU's input, from which both are recomputed: half the memory.
+    x (..., D), weight (C, D), bias (C,) and out_weight (E, C), in floating dtypes, in which they have their gradients
+    too (kernels.linear). The second layer's own bias is left to what comes after (kernels.layer_norm). The gradient of
+    GELU's bias is summed in fp32. With keep_output the forward pass saves GELU's output and its slope, (N, C) each in
+    x's dtype, for the backward pass; without it only GELU's input, from which both are recomputed: half the memory.
     """
-    weight, out_weight = weight.to(x.dtype), out_weight.to(x.dtype)
     rows, keep_output = x.contiguous().flatten(0, -2), keep_output and torch.is_grad_enabled()
     with torch.autocast(x.device.type, enabled=False):
         out = _GeluMLP.apply(rows, weight, bias, out_weight, keep_output)
