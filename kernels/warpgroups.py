@@ -6,6 +6,7 @@ from functools import cache
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.runtime.jit import mangle_type
 
@@ -13,14 +14,29 @@ barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # Triton 3.6's name
 
 
 @gluon.jit
-def ring(SLOTS: gl.constexpr, READERS: gl.constexpr):
-    """Barriers of a ring of slots: full, and emptied by READERS partitions."""
+def ring(SLOTS: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Barriers of a ring of slots: full, and emptied by so many ARRIVALS."""
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(SLOTS):
         mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=READERS)
+        mbarrier.init(empty.index(slot), count=ARRIVALS)
     return full, empty
+
+
+@gluon.jit
+def release(empty, EACH: gl.constexpr, pred=True):
+    """Arrives at a barrier that counts arrivals: one thread of a partition for all of them, or EACH for itself.
+
+    For the one, Triton 3.6 and 3.7 make all warps wait for each other before it arrives and again afterwards. EACH uses
+    the instruction by which a thread arrives once its copies to shared memory are done, of which it has none. What the
+    threads have stored there they must have fenced, for whoever waits to read it.
+    """
+    if EACH:
+        if pred:
+            async_copy.mbarrier_arrive(empty, increment_count=False)
+    else:
+        mbarrier.arrive(empty, pred=pred)
 
 
 @cache

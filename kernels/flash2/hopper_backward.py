@@ -43,7 +43,7 @@ from kernels.dropout import threshold
 from kernels.flash2.options import Options
 from kernels.flash2.tiles import SpecialisedBackward, padded_head_dim, split_head_dim
 from kernels.launcher import descriptor, launch, strides
-from kernels.warpgroups import barrier, multiprocessors, signature_of
+from kernels.warpgroups import barrier, multiprocessors, release, signature_of
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
@@ -204,6 +204,16 @@ def _load(x0, x1, x0_s, x1_s, bar, batch, row, head, BYTES: gl.constexpr, D1: gl
     tma.async_copy_global_to_shared(x0, [batch, row, head, 0], bar, x0_s)
     if D1:
         tma.async_copy_global_to_shared(x1, [batch, row, head, 64], bar, x1_s)
+
+
+@gluon.constexpr_function
+def _each(warps):
+    """Whether each thread gives a slot of dO back for itself, see warpgroups.release: those of two warpgroups.
+
+    Head 128, causal, at 8k on an H200 is 3 to 4 % faster by it. One warpgroup has but few warps to wait for: 1 to 4 %
+    slower.
+    """
+    return warps > 4
 
 
 @gluon.jit
@@ -414,8 +424,9 @@ def _consumer(
                     dq_1 = warpgroup_mma_wait(PARTS, deps=(dq_1,))
                     dq1_s.reshape([M * D1]).store(_in_register_order(dq_1, M, D1, WM, WN))
                 fence_async_shared()
-            barrier()
-            mbarrier.arrive(do_empty.index(o), count=1)  # each costs the warps two barriers in Triton 3.6
+            if not _each(WARPS):
+                barrier()
+            release(do_empty.index(o), _each(WARPS))
             if D1:
                 dk, dk_1 = warpgroup_mma_wait(0, deps=(dk, dk_1))
                 dk_1 = warpgroup_mma_init(dk_1)
@@ -445,10 +456,10 @@ def _consumer(
 
 
 @gluon.jit
-def _barriers(COUNT: gl.constexpr):
+def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(COUNT):
-        mbarrier.init(bars.index(s), count=1)
+        mbarrier.init(bars.index(s), count=ARRIVALS)
     return bars
 
 
@@ -522,7 +533,8 @@ def main_kernel(
     else:
         k1_s, v1_s, q1_s, do1_s = k0_s, v0_s, q0_s, do0_s
         q1, k1, v1, do1, dk1, dv1 = q0, k0, v0, do0, dk0, dv0
-    bars = (_barriers(2), _barriers(QS), _barriers(OS), _barriers(OS), _barriers(1).index(0))
+    do_empty = _barriers(OS, 32 * WARPS if _each(WARPS) else 1)
+    bars = (_barriers(2, 1), _barriers(QS, 1), _barriers(OS, 1), do_empty, _barriers(1, 1).index(0))
     inputs = (q0, q1, k0, k1, v0, v1, do0, do1)
     outputs = (dk0, dk1, dv0, dv1)
     buffers = (q0_s, q1_s, k0_s, k1_s, v0_s, v1_s, do0_s, do1_s)
