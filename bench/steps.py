@@ -51,7 +51,10 @@ def complete(row: dict, cell: Cell, ms: float) -> None:
 
 
 def try_batch(row: dict, cell: Cell, job: Job, gpu: Gpu) -> int:
-    """Completes the row by a first step, which compiles, and a second; returns how many make a sample, 0 for none."""
+    """Completes the row by a first step, which compiles, a second, and a sample; returns how many steps make one, or 0.
+
+    A single step would include what the host takes to queue its first kernels, and too little to choose the best by.
+    """
     step = partial(job.step, row["batch_size"])
 
     def first() -> None:
@@ -65,7 +68,9 @@ def try_batch(row: dict, cell: Cell, job: Job, gpu: Gpu) -> int:
     row["peak_gib"] = gpu.peak(step) / GIB  # beside the activations there are now the moments, 8 bytes a parameter
     row["peak_of"] = "second step"
     complete(row, cell, gpu.milliseconds(step, calls=1, spin_ms=0))
-    return steps_of(row["ms"])
+    if steps := steps_of(row["ms"]):
+        complete(row, cell, gpu.milliseconds(step, steps, spin_ms=0))
+    return steps
 
 
 def steps_of(ms: float) -> int:

@@ -67,8 +67,8 @@ class Job:
 
 
 def test_the_search_ends_where_the_speed_falls(cell):
-    """First steps and second ones in turn: 16 tokens in 10 ms, 32 in 10 ms, 64 in 50 ms."""
-    job, gpu = Job(), Stopwatch([9000.0, 10.0, 8000.0, 10.0, 7000.0, 50.0])
+    """First steps, single ones and samples in turn: 16 tokens in 10 ms, 32 in 10 ms, 64 in 50 ms."""
+    job, gpu = Job(), Stopwatch([9000.0, 40.0, 10.0, 8000.0, 20.0, 10.0, 7000.0, 5.0, 50.0])
     rows, best = steps.search(cell, EAGER["ours"], lambda: job, gpu)
     assert [row["tokens_per_second"] for row in rows] == pytest.approx([1600, 3200, 1280])
     assert [row["first_step_s"] for row in rows] == [9, 8, 7]
