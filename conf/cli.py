@@ -29,7 +29,7 @@ from omegaconf.errors import (
 
 from conf import schema
 from errors import UserError, first_line, interrupted, is_of_gpu_memory, is_of_memory, refuse, two_sentences
-from trainer.distributed import is_of_submitit, started
+from trainer.distributed import failed_in_all, is_of_submitit, started
 
 PATIENCE_S = 3  # in which torchrun ends the other processes when one has ended
 
@@ -99,6 +99,8 @@ def launch(
             name = job_name()
             told = f"{sentence} (job {name})" if sentence else f"the job {name} broke off:\n{traceback.format_exc()}"
             print(f"error: {told}", file=sys.stderr)
+            if not failed_in_all(error):  # the others are in that job yet, and would take what comes for a part of it
+                _refuse(f"the sweep ends: not all processes failed in the job {name}, as this one did")
 
     try:
         job()

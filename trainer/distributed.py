@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count
 from typing import TypeVar
 
 import torch
@@ -113,6 +114,10 @@ def local_part(x: Tensor) -> Tensor:
     return x.to_local() if hasattr(x, "to_local") else x  # a DTensor, whose import takes two seconds
 
 
+class LostProcess(UserError):
+    """Another process ended, or did not come for too long."""
+
+
 @contextmanager
 def join(parallel: str | None, device: str, timeout_s: int) -> Iterator[World]:
     """The processes that were started together, for as long as the context lasts; alone, this process.
@@ -144,7 +149,7 @@ def join(parallel: str | None, device: str, timeout_s: int) -> Iterator[World]:
     except Exception as error:
         if not _is_of_communication(error):
             raise
-        raise UserError(
+        raise LostProcess(
             f"process {rank} of {size} lost another, or waited for it for more than train.timeout_s={timeout_s} "
             f"({first_line(error)}); mend the error of that process, or set train.timeout_s higher"
         ) from error
@@ -152,6 +157,28 @@ def join(parallel: str | None, device: str, timeout_s: int) -> Iterator[World]:
     atexit.register(dist.destroy_process_group)  # not here: the next job of a sweep finds the processes joined
 
 
+def failed_in_all(error: Exception) -> bool:
+    """Whether all processes failed in the job that this one failed in, and so go on to the next of a sweep together.
+
+    Not where this one lost another, nor where the others do not say so within PATIENCE_S seconds.
+    """
+    if _store is None:  # it is alone, or it refused before they met, which all do alike
+        return True
+    if isinstance(error, LostProcess):
+        return False
+    _, size = started()
+    number = next(_failures)
+    _store.set(f"failure {number} of {os.environ['RANK']}", "")
+    try:
+        _store.wait([f"failure {number} of {rank}" for rank in range(size)], timedelta(seconds=PATIENCE_S))
+    except dist.DistStoreError:
+        return False
+    return True
+
+
+PATIENCE_S = 30  # between processes that fail for the same reason
+_store: dist.Store | None = None  # by which the processes met
+_failures = count()  # of jobs of a sweep, the same in all processes
 _PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
@@ -218,6 +245,7 @@ def _meet(on_gpus: bool, timeout_s: int) -> None:
     backend = "cpu:gloo,cuda:nccl" if on_gpus else "gloo"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpus else None
     timeout = timedelta(seconds=timeout_s)
+    global _store
     try:
         store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -226,6 +254,7 @@ def _meet(on_gpus: bool, timeout_s: int) -> None:
             store = dist.PrefixStore(f"life {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
         options = {"store": store, "rank": rank, "world_size": size, "timeout": timeout, "device_id": device}
         dist.init_process_group(backend, **options)
+        _store = store
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         raise UserError(
             f"process {os.environ['RANK']} did not meet all {os.environ['WORLD_SIZE']} at {os.environ['MASTER_ADDR']}:"

@@ -458,3 +458,42 @@ def test_one_process_that_fails_ends_the_job_with_its_error_shown(tmp_path, faul
     _, err = ended(job, timeout_s=50)
     assert job.returncode != 0 and time.monotonic() - began < 50
     assert [sentence for sentence in sentences if sentence not in err] == []
+
+
+SWEEP = """
+import os, runpy
+import trainer.distributed, trainer.optimizer
+from tests.e2e import at_call
+
+def fail():
+    raise RuntimeError("of one process alone")
+
+trainer.distributed.PATIENCE_S = 2
+if os.environ["RANK"] == "1":
+    trainer.optimizer.optimizer_step = at_call(3, fail, trainer.optimizer.optimizer_step)
+runpy.run_path("{train}", run_name="__main__")
+"""
+
+
+def sweep_by_two(tmp_path: Path, monkeypatch, script: Path, *overrides: str) -> tuple[int, str]:
+    """How a sweep by two processes ended, and what it told."""
+    monkeypatch.chdir(tmp_path)
+    write_tokens(tmp_path / "tokens")
+    job = torchrun(2, str(script), "-m", *TINY, "hydra.sweep.dir=sweep", *overrides)
+    _, err = ended(job, timeout_s=60)
+    return job.returncode, err
+
+
+def test_a_job_of_a_sweep_that_all_processes_refuse_leaves_the_others(tmp_path, monkeypatch):
+    code, err = sweep_by_two(tmp_path, monkeypatch, ROOT / "train.py", "model.vocab_size=10,300")
+    assert code != 0 and err.count("model.vocab_size=10 is below") == 2 and "the sweep ends" not in err
+    (trained,) = Path("sweep").glob("*/metrics.jsonl")
+    assert [step for step, *_ in curve(trained.parent)] == [1, 2, 3, 4, 5]
+
+
+def test_an_error_of_one_process_alone_ends_a_sweep(tmp_path, monkeypatch):
+    """Or it would begin the next job, and take what the others say in this one for a part of that."""
+    (tmp_path / "job.py").write_text(SWEEP.format(train=ROOT / "train.py"))
+    code, err = sweep_by_two(tmp_path, monkeypatch, tmp_path / "job.py", "train.seed=1,2")
+    assert code != 0 and "of one process alone" in err and "the sweep ends: not all processes failed in" in err
+    assert len(list(Path("sweep").glob("*/metrics.jsonl"))) == 1
