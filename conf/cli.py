@@ -61,7 +61,8 @@ def launch(
 
     A UserError, and whatever Hydra refuses, ends the program with one sentence on stderr and status 2. The value of the
     key `literal` is taken from the command line as it stands, free text being no business of Hydra's grammar. `short`
-    are names that stand for longer ones. A job of a sweep that fails does not keep the others from running.
+    are names that stand for longer ones. A job of a sweep that fails does not keep the others from running, unless one
+    of several processes failed in it alone.
     """
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra then raises what it would otherwise print at length
     schema.register()
@@ -99,7 +100,7 @@ def launch(
             name = job_name()
             told = f"{sentence} (job {name})" if sentence else f"the job {name} broke off:\n{traceback.format_exc()}"
             print(f"error: {told}", file=sys.stderr)
-            if not failed_in_all(error):  # the others are in that job yet, and would take what comes for a part of it
+            if not failed_in_all(error, HydraConfig.get().job.num):  # others are in another, and would mistake this one
                 _refuse(f"the sweep ends: not all processes failed in the job {name}, as this one did")
 
     try:

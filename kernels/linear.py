@@ -21,8 +21,8 @@ def _weight_gradient(dout: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mm(dout.T, x, out_dtype=dtype)
 
 
-for _device in ("CPU", "CUDA"):
-    _library.impl("weight_gradient", _weight_gradient, _device)
+for _device in ("cpu", "cuda"):
+    _library.impl("weight_gradient", torch.autocast(_device, enabled=False)(_weight_gradient), _device.upper())
 
 
 @library.register_fake("linear::weight_gradient")
@@ -51,9 +51,10 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, dout):
         x, matrix = ctx.saved_tensors
         rows = dout.contiguous().flatten(0, -2)
-        dbias = rows.sum(0, dtype=ctx.bias_dtype) if ctx.needs_input_grad[2] else None
+        dbias = rows.sum(0, dtype=torch.promote_types(x.dtype, torch.float32)) if ctx.needs_input_grad[2] else None
         dx = (rows @ matrix).view(x.shape)
-        return dx, weight_gradient(rows, x.contiguous().flatten(0, -2), ctx.weight_dtype), dbias
+        dweight = weight_gradient(rows, x.contiguous().flatten(0, -2), ctx.weight_dtype)
+        return dx, dweight, None if dbias is None else dbias.to(ctx.bias_dtype)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import count
 from typing import TypeVar
 
 import torch
@@ -157,28 +156,26 @@ def join(parallel: str | None, device: str, timeout_s: int) -> Iterator[World]:
     atexit.register(dist.destroy_process_group)  # not here: the next job of a sweep finds the processes joined
 
 
-def failed_in_all(error: Exception) -> bool:
-    """Whether all processes failed in the job that this one failed in, and so go on to the next of a sweep together.
+def failed_in_all(error: Exception, job: int) -> bool:
+    """Whether all processes failed in the job of a sweep that this one failed in; then they meet anew in the next.
 
-    Not where this one lost another, nor where the others do not say so within PATIENCE_S seconds.
+    Not where this one lost another, nor where the others do not say so within the time-out of that job.
     """
-    if _store is None:  # it is alone, or it refused before they met, which all do alike
+    if not dist.is_initialized():  # it is alone, or it refused before they met, as all do
         return True
     if isinstance(error, LostProcess):
         return False
-    _, size = started()
-    number = next(_failures)
-    _store.set(f"failure {number} of {os.environ['RANK']}", "")
+    rank, size = started()
     try:
-        _store.wait([f"failure {number} of {rank}" for rank in range(size)], timedelta(seconds=PATIENCE_S))
-    except dist.DistStoreError:
+        _meeting.store.set(f"job {job} failed {rank}", "")
+        _meeting.store.wait([f"job {job} failed {other}" for other in range(size)], _meeting.timeout)
+    except dist.DistError:
         return False
+    atexit.unregister(dist.destroy_process_group)
+    dist.destroy_process_group()  # with what some of them may have sent in that job, and others not
     return True
 
 
-PATIENCE_S = 30  # between processes that fail for the same reason
-_store: dist.Store | None = None  # by which the processes met
-_failures = count()  # of jobs of a sweep, the same in all processes
 _PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
@@ -238,23 +235,37 @@ def _take_gpu(local_rank: int, ranks_per_node: int) -> None:
     torch.cuda.set_device(local_rank)
 
 
+@dataclass
+class _Meeting:
+    """How the processes meet: through what, how often so far, and how long they wait for each other."""
+
+    store: dist.Store | None = None
+    number: int = 0
+    timeout: timedelta | None = None
+
+
+_meeting = _Meeting()
+
+
 def _meet(on_gpus: bool, timeout_s: int) -> None:
     """Joins the process group, unless an earlier job did: NCCL for GPUs' tensors, gloo for those of the hosts."""
+    _meeting.timeout = timedelta(seconds=timeout_s)
     if dist.is_initialized():
         return
     backend = "cpu:gloo,cuda:nccl" if on_gpus else "gloo"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpus else None
-    timeout = timedelta(seconds=timeout_s)
-    global _store
+    rank, size = started()
     try:
-        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        if _meeting.store is None:
             # torchrun keeps its store for processes that it starts again, which must not find the addresses of the dead
             # (pytorch/pytorch#135712). Those of other machines have the same count, if they ended too.
-            store = dist.PrefixStore(f"life {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
-        options = {"store": store, "rank": rank, "world_size": size, "timeout": timeout, "device_id": device}
+            life = f"life {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+            store, _, _ = next(dist.rendezvous("env://", timeout=_meeting.timeout))
+            _meeting.store = dist.PrefixStore(life, store)
+        store = dist.PrefixStore(f"meeting {_meeting.number}", _meeting.store)
+        options = {"store": store, "rank": rank, "world_size": size, "timeout": _meeting.timeout, "device_id": device}
         dist.init_process_group(backend, **options)
-        _store = store
+        _meeting.number += 1
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         raise UserError(
             f"process {os.environ['RANK']} did not meet all {os.environ['WORLD_SIZE']} at {os.environ['MASTER_ADDR']}:"

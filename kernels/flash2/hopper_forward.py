@@ -31,7 +31,7 @@ from kernels.flash2.options import Options
 from kernels.flash2.tiles import SpecialisedForward, split_head_dim
 from kernels.flash2.triton_kernels import natural_logsumexp
 from kernels.launcher import descriptor, launch
-from kernels.warpgroups import barrier, multiprocessors, release, ring, signature_of
+from kernels.warpgroups import multiprocessors, release, ring, signature_of
 
 LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
 CONSUMERS: gl.constexpr = gl.constexpr(2)  # warpgroups
@@ -306,8 +306,6 @@ def _walk(
     acc1 = 0
     if D1:
         acc1 = warpgroup_mma_init(gl.zeros([ROWS, D1], gl.float32, _accumulator_layout(D1)))
-    if EACH:
-        barrier()  # or Triton has one in every round, for what comes before the first
     # One loop, though only the last blocks need the mask: where a loop over those followed a loop over the others,
     # Triton 3.6's assembler (ptxas 12.8) shared Q's wgmma descriptor between the two and set it in the first alone.
     for j in range(1, own):

@@ -133,6 +133,15 @@ def test_gradients_reach_all_parameters_through_any_shape(keep_output):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("keep_output", [True, False])
+def test_weights_in_fp32_get_gradients_that_no_16_bits_hold(keep_output):
+    x, weight, bias, out_weight, dout = draw(70, 48, 16, torch.bfloat16)
+    weights = [parameter.float().requires_grad_() for parameter in (weight, out_weight)]
+    found = torch.autograd.grad(gelu_mlp(x, weights[0], bias, weights[1], keep_output), weights, dout)
+    for gradient in found:
+        assert gradient.dtype == torch.float32 and not torch.equal(gradient, gradient.bfloat16().float())
+
+
 def test_the_result_is_in_the_inputs_dtype_under_autocast_too():
     x, weight, bias, out_weight, _ = draw(6, 20, 5, torch.float32)
     with torch.autocast(DEVICE, torch.bfloat16):

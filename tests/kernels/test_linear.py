@@ -5,12 +5,12 @@ import torch
 import torch.nn.functional as F
 from torch import library
 
-from kernels.linear import linear
+from kernels.linear import linear, weight_gradient
 from tests.kernels.accuracy import is_rounded
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-DTYPES = [(FP32, FP32), (BF16, FP32), (FP16, FP32), (BF16, BF16)]  # of the input, of the weights
+DTYPES = [(FP32, FP32), (BF16, FP32), (FP16, FP32), (BF16, BF16), (FP32, BF16)]  # of the input, of the weights
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -20,10 +20,10 @@ def test_gradients_are_fp64s_rounded_once_to_the_dtype_of_what_they_are_of(dtype
     dtype, weight_dtype = dtypes
     torch.manual_seed(0)
     x = torch.randn(3, 40, 50, device=DEVICE).to(dtype).transpose(1, 2).requires_grad_()  # not dense
-    weight = torch.randn(24, 40, device=DEVICE).to(dtype).to(weight_dtype).requires_grad_()
+    weight = torch.randn(24, 40, device=DEVICE).to(BF16).to(weight_dtype).requires_grad_()
     inputs = [x, weight]
     if bias:
-        inputs.append(torch.randn(24, device=DEVICE).to(dtype).to(weight_dtype).requires_grad_())
+        inputs.append(torch.randn(24, device=DEVICE).to(BF16).to(weight_dtype).requires_grad_())
     with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
         out = linear(*inputs)
     dout = torch.randn(24, 3, 50, device=DEVICE).to(out.dtype).permute(1, 2, 0)
@@ -39,3 +39,5 @@ def test_the_operator_is_well_formed():
     dout, x = torch.randn(7, 5, device=DEVICE), torch.randn(7, 3, device=DEVICE)
     for dtype in (FP32, BF16):
         library.opcheck(torch.ops.linear.weight_gradient, (dout.to(dtype), x.to(dtype), FP32))
+    with torch.autocast(DEVICE, BF16):
+        assert weight_gradient(dout, x, FP32).dtype == FP32

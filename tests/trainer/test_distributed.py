@@ -462,38 +462,49 @@ def test_one_process_that_fails_ends_the_job_with_its_error_shown(tmp_path, faul
 
 SWEEP = """
 import os, runpy
-import trainer.distributed, trainer.optimizer
+import model.generate, trainer.optimizer
 from tests.e2e import at_call
 
 def fail():
-    raise RuntimeError("of one process alone")
+    raise RuntimeError("of what is no user's to mend")
 
-trainer.distributed.PATIENCE_S = 2
-if os.environ["RANK"] == "1":
-    trainer.optimizer.optimizer_step = at_call(3, fail, trainer.optimizer.optimizer_step)
-runpy.run_path("{train}", run_name="__main__")
+if os.environ["RANK"] in {ranks!r}:
+    {module}.{name} = at_call({call}, fail, {module}.{name})
+runpy.run_path({train!r}, run_name="__main__")
 """
 
 
-def sweep_by_two(tmp_path: Path, monkeypatch, script: Path, *overrides: str) -> tuple[int, str]:
-    """How a sweep by two processes ended, and what it told."""
+def sweep_by_two(tmp_path: Path, monkeypatch, ranks: str, call: int, function: str, *overrides: str) -> tuple[int, str]:
+    """How a sweep of two jobs ended whose first fails in those processes at a call of a function, and what it told."""
     monkeypatch.chdir(tmp_path)
     write_tokens(tmp_path / "tokens")
-    job = torchrun(2, str(script), "-m", *TINY, "hydra.sweep.dir=sweep", *overrides)
-    _, err = ended(job, timeout_s=60)
+    module, _, name = function.rpartition(".")
+    script = SWEEP.format(ranks=ranks, module=module, name=name, call=call, train=str(ROOT / "train.py"))
+    (tmp_path / "job.py").write_text(script)
+    options = "-m", *TINY, "hydra.sweep.dir=sweep", "train.seed=1,2", *overrides
+    job = torchrun(2, str(tmp_path / "job.py"), *options)
+    _, err = ended(job, timeout_s=90)
     return job.returncode, err
 
 
-def test_a_job_of_a_sweep_that_all_processes_refuse_leaves_the_others(tmp_path, monkeypatch):
-    code, err = sweep_by_two(tmp_path, monkeypatch, ROOT / "train.py", "model.vocab_size=10,300")
-    assert code != 0 and err.count("model.vocab_size=10 is below") == 2 and "the sweep ends" not in err
-    (trained,) = Path("sweep").glob("*/metrics.jsonl")
-    assert [step for step, *_ in curve(trained.parent)] == [1, 2, 3, 4, 5]
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_job_of_a_sweep_in_which_all_processes_fail_leaves_the_others(tmp_path, monkeypatch, parallel):
+    """They meet anew, as some may have sent what others did not."""
+    failing = "01", 3, "trainer.optimizer.optimizer_step", f"parallel={parallel}"
+    code, err = sweep_by_two(tmp_path, monkeypatch, *failing)
+    assert code != 0 and err.count("RuntimeError: of what is no user's to mend") == 2 and "the sweep ends" not in err
+    assert [len(curve(path.parent)) for path in sorted(Path("sweep").glob("*/metrics.jsonl"))] == [2, 5]
 
 
-def test_an_error_of_one_process_alone_ends_a_sweep(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("rank", "call", "function"),
+    [("1", 3, "trainer.optimizer.optimizer_step"), ("0", 1, "model.generate.generate")],
+    ids=["in a step", "when the others are in the next job"],
+)
+def test_an_error_of_one_process_alone_ends_a_sweep(tmp_path, monkeypatch, rank, call, function):
     """Or it would begin the next job, and take what the others say in this one for a part of that."""
-    (tmp_path / "job.py").write_text(SWEEP.format(train=ROOT / "train.py"))
-    code, err = sweep_by_two(tmp_path, monkeypatch, tmp_path / "job.py", "train.seed=1,2")
-    assert code != 0 and "of one process alone" in err and "the sweep ends: not all processes failed in" in err
+    options = "train.timeout_s=5", "train.sample_tokens=5"
+    code, err = sweep_by_two(tmp_path, monkeypatch, rank, call, function, *options)
+    assert code != 0 and err.count("RuntimeError: of what is no user's to mend") == 1
+    assert "the sweep ends: not all processes failed in" in err
     assert len(list(Path("sweep").glob("*/metrics.jsonl"))) == 1
