@@ -51,10 +51,12 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, dout):
         x, matrix = ctx.saved_tensors
         rows = dout.contiguous().flatten(0, -2)
-        dbias = rows.sum(0, dtype=torch.promote_types(x.dtype, torch.float32)) if ctx.needs_input_grad[2] else None
         dx = (rows @ matrix).view(x.shape)
         dweight = weight_gradient(rows, x.contiguous().flatten(0, -2), ctx.weight_dtype)
-        return dx, dweight, None if dbias is None else dbias.to(ctx.bias_dtype)
+        dbias = None
+        if ctx.needs_input_grad[2]:
+            dbias = rows.sum(0, dtype=torch.promote_types(x.dtype, torch.float32)).to(ctx.bias_dtype)
+        return dx, dweight, dbias
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

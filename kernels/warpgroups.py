@@ -28,14 +28,15 @@ def ring(SLOTS: gl.constexpr, ARRIVALS: gl.constexpr):
 def release(empty, EACH: gl.constexpr, pred=True):
     """Arrives at a barrier that counts arrivals: one thread of a partition for all of them, or EACH for itself.
 
-    For the one, Triton 3.6 and 3.7 make all warps wait for each other before it arrives and again afterwards. EACH uses
-    the instruction by which a thread arrives once its copies to shared memory are done, of which it has none. What the
-    threads have stored there they must have fenced, for whoever waits to read it.
+    For the one all warps have to wait for each other before it arrives, and in Triton 3.6 and 3.7 afterwards too. EACH
+    uses the instruction by which a thread arrives once its copies to shared memory are done, of which it has none. What
+    the threads have stored there they must have fenced, for whoever waits to read it.
     """
     if EACH:
         if pred:
             async_copy.mbarrier_arrive(empty, increment_count=False)
     else:
+        barrier()
         mbarrier.arrive(empty, pred=pred)
 
 

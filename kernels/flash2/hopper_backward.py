@@ -424,8 +424,6 @@ def _consumer(
                     dq_1 = warpgroup_mma_wait(PARTS, deps=(dq_1,))
                     dq1_s.reshape([M * D1]).store(_in_register_order(dq_1, M, D1, WM, WN))
                 fence_async_shared()
-            if not _each(WARPS):
-                barrier()
             release(do_empty.index(o), _each(WARPS))
             if D1:
                 dk, dk_1 = warpgroup_mma_wait(0, deps=(dk, dk_1))
