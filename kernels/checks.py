@@ -49,10 +49,11 @@ def check_inputs(
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be in [0, 1), not {dropout_p}")
     if cu_seqlens is not None:
-        _check_documents(q, k, cu_seqlens)
+        check_documents(q, k, cu_seqlens)
 
 
-def _check_documents(q: Tensor, k: Tensor, cu_seqlens: Tensor) -> None:
+def check_documents(q: Tensor, k: Tensor, cu_seqlens: Tensor) -> None:
+    """Raises a ValueError unless cu_seqlens can be the cumulative lengths of documents in q and as many keys."""
     if q.shape[1] != k.shape[1]:
         raise ValueError(f"cu_seqlens needs queries and keys of one length, not {q.shape[1]} and {k.shape[1]}")
     if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):

@@ -50,9 +50,10 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dout):
         x, matrix = ctx.saved_tensors
-        rows = dout.contiguous().flatten(0, -2)
-        dx = (rows @ matrix).view(x.shape)
-        dweight = weight_gradient(rows, x.contiguous().flatten(0, -2), ctx.weight_dtype)
+        rows = dout.contiguous().view(-1, dout.shape[-1])
+        with torch.autocast(dout.device.type, enabled=False):
+            dx = (rows @ matrix).view(x.shape)
+        dweight = weight_gradient(rows, x.contiguous().view(-1, x.shape[-1]), ctx.weight_dtype)
         dbias = None
         if ctx.needs_input_grad[2]:
             dbias = rows.sum(0, dtype=torch.promote_types(x.dtype, torch.float32)).to(ctx.bias_dtype)

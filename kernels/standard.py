@@ -9,6 +9,9 @@ B batch, T query length, S key length, H query heads, G key/value heads, D head 
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from kernels.checks import check_documents
 
 
 def visible(seq_q: int, seq_k: int, device: torch.device) -> Tensor:
@@ -16,9 +19,15 @@ def visible(seq_q: int, seq_k: int, device: torch.device) -> Tensor:
     return torch.ones(seq_q, seq_k, dtype=torch.bool, device=device).tril(seq_k - seq_q)
 
 
-def same_document(cu_seqlens: Tensor, batch: int, seq_len: int) -> Tensor:
+def same_document(q: Tensor, k: Tensor, cu_seqlens: Tensor) -> Tensor:
     """(B, T, T) boolean: whether two tokens are of one document, by the cumulative lengths of documents that cut the
-    batch's sequences laid end to end."""
+    batch's sequences laid end to end; of q (B, T, H, D) and as many keys.
+
+    Raises:
+        ValueError: as check_documents.
+    """
+    check_documents(q, k, cu_seqlens)
+    batch, seq_len = q.shape[:2]
     token = torch.arange(batch * seq_len, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     document = torch.searchsorted(cu_seqlens, token, right=True).view(batch, seq_len)
     return document[:, :, None] == document[:, None, :]
@@ -55,6 +64,7 @@ class _StandardAttention(torch.autograd.Function):
         return (_product(kept, v, accumulator) * keep_scale).to(q.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dO):
         q, k, v, P, keep = ctx.saved_tensors
         scale, keep_scale = ctx.scales
@@ -84,13 +94,18 @@ def standard_attention(
     q is (B, T, H, D), k and v are (B, S, G, D) with H a multiple of G, any floating dtype; the output is (B, T, H, D)
     in q's dtype. A query that sees no key gives zeros. Dropout draws from torch's generator, unless the boolean `keep`
     (B, H, T, S) says which probabilities survive, so that the random bits of a kernel can be checked. With cu_seqlens
-    each document attends to itself alone, as in flash2.
+    each document attends to itself alone, as in flash2. Autocast changes nothing.
+
+    Raises:
+        ValueError: dropout_p is not in [0, 1), or cu_seqlens goes with fewer or more keys than queries.
     """
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p must be in [0, 1), not {dropout_p}")
     (batch, seq_q, heads, head_dim), (seq_k, kv_heads) = q.shape, k.shape[1:3]
     rows = heads // kv_heads * seq_q
     seen = visible(seq_q, seq_k, q.device).repeat(heads // kv_heads, 1) if causal else None
     if cu_seqlens is not None:
-        same = same_document(cu_seqlens, batch, seq_q).repeat(1, heads // kv_heads, 1)[:, None]
+        same = same_document(q, k, cu_seqlens).repeat(1, heads // kv_heads, 1)[:, None]
         seen = same if seen is None else seen & same
     if dropout_p and keep is None:
         keep = torch.rand(batch, heads, seq_q, seq_k, device=q.device) >= dropout_p
@@ -98,5 +113,6 @@ def standard_attention(
         keep = keep.view(batch, kv_heads, rows, seq_k)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     q = q.reshape(batch, kv_heads, rows, head_dim)
-    out = _StandardAttention.apply(q, k, v, seen, scale, keep, 1 / (1 - dropout_p))
+    with torch.autocast(q.device.type, enabled=False):
+        out = _StandardAttention.apply(q, k, v, seen, scale, keep, 1 / (1 - dropout_p))
     return out.view(batch, heads, seq_q, head_dim).transpose(1, 2)

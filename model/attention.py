@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from errors import UserError, first_line, is_of_memory
+from kernels.checks import check_documents
 from kernels.flash1 import flash1
 from kernels.flash2 import flash2, flash2_packed
 from kernels.flash2.blocks import BLOCK, Listed, butterfly, listed
@@ -66,14 +67,14 @@ def sdpa(
     Documents become a mask of all pairs, (batch, 1, seq, seq), which the backends flash and cudnn do not take.
 
     Raises:
-        ValueError: causal with fewer queries than keys, which torch aligns at the top left.
+        ValueError: causal with fewer queries than keys, which torch aligns at the top left; documents with them.
     """
-    (batch, seq_q), seq_k = q.shape[:2], k.shape[1]
+    seq_q, seq_k = q.shape[1], k.shape[1]
     if causal and seq_q != seq_k:
         raise ValueError("attention=sdpa masks causally only q and k of one length; use attention=flash2 or naive")
     options = {"is_causal": causal, "scale": scale, "dropout_p": dropout_p, "enable_gqa": q.shape[2] != k.shape[2]}
     if cu_seqlens is not None:
-        same = same_document(cu_seqlens, batch, seq_q)[:, None]
+        same = same_document(q, k, cu_seqlens)[:, None]
         options |= {"attn_mask": same & visible(seq_q, seq_k, q.device) if causal else same, "is_causal": False}
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if backend == "auto":
@@ -120,11 +121,14 @@ def block_sparse(
     """flash2 that computes only the blocks of 128 queries by 128 keys that `pattern` keeps: see read_pattern.
 
     Raises:
-        ValueError: several queries, but not as many as keys; a single one is the last token.
+        ValueError: several queries, but not as many as keys; a single one is the last token. One that has more keys,
+            with documents.
     """
     (_, seq_q), seq_k = q.shape[:2], k.shape[1]
     options = {"scale": scale, "dropout_p": dropout_p, "deterministic": deterministic}
     if seq_q == 1 < seq_k:
+        if cu_seqlens is not None:
+            check_documents(q, k, cu_seqlens)
         seen = read_pattern(pattern, seq_k)[-1].repeat_interleave(BLOCK)[:seq_k].to(q.device)
         return flash2(q, k[:, seen], v[:, seen], causal=False, **options)
     if seq_q != seq_k:

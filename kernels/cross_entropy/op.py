@@ -95,7 +95,15 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_
     hidden (N, C), weight (padded V, C) with vocab_size true rows, targets (N,) below vocab_size, which is not checked.
     The products are computed in hidden's dtype, whatever the weight's; the gradient by weight is summed in the
     weight's, and its rows of padding are zero.
+
+    Raises:
+        ValueError: hidden and weight differ in C, targets are not N, or weight has fewer rows than vocab_size.
     """
+    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1] or targets.shape != hidden.shape[:1]:
+        shapes = ", ".join(str(tuple(x.shape)) for x in (hidden, weight, targets))
+        raise ValueError(f"the loss takes hidden (N, C), weight (V, C) and targets (N,), not {shapes}")
+    if not 0 < vocab_size <= len(weight):
+        raise ValueError(f"a vocabulary of {vocab_size} tokens needs as many rows of weight, which has {len(weight)}")
     targets = targets.contiguous()
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         return _LinearCrossEntropy.apply(hidden, weight, targets, vocab_size)

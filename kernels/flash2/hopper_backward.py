@@ -207,6 +207,18 @@ def _load(x0, x1, x0_s, x1_s, bar, batch, row, head, BYTES: gl.constexpr, D1: gl
 
 
 @gluon.constexpr_function
+def _rows_of_warps(m, warps):
+    """How many warps lie one below the other on dQ, of m rows; the others lie beside them."""
+    return warps if m >= 16 * warps else 4
+
+
+@gluon.constexpr_function
+def _is_transposed(n, head_dim):
+    """Whether dQ is computed as K^T dS, with K^T, and V, held in registers all along."""
+    return n == head_dim == 64
+
+
+@gluon.constexpr_function
 def _each(warps):
     """Whether each thread gives a slot of dO back for itself, see warpgroups.release: those of two warpgroups.
 
@@ -321,7 +333,7 @@ def _consumer(
     STATS: gl.constexpr = 3 if DROPOUT else 2
     PARTS: gl.constexpr = 2 if D1 else 1
     dtype: gl.constexpr = q0_s.dtype
-    WM: gl.constexpr = WARPS if M >= 16 * WARPS else 4
+    WM: gl.constexpr = _rows_of_warps(M, WARPS)
     WN: gl.constexpr = WARPS // WM
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, M, 16])
     K0L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D0, 16])
@@ -333,7 +345,7 @@ def _consumer(
         A1L: gl.constexpr = gl.DotOperandLayout(0, K1L, 2)
     ROW: gl.constexpr = gl.SliceLayout(0, SL)
     V_HELD: gl.constexpr = FUSED and N == 64 and D0 == 64
-    HELD: gl.constexpr = V_HELD and not D1
+    HELD: gl.constexpr = FUSED and _is_transposed(N, D0 + D1)
     QTL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, M, 16])
 
     b_k0, b_v0 = k0_s.reshape([N, D0]), v0_s.reshape([N, D0])
@@ -674,7 +686,9 @@ def backward_into(
         arguments = _main_arguments(accumulator, stats, dk, dv, dout, q, k, v, options, section, config)
         launch(main_kernel, key, batch * kv_heads * key_tiles, *arguments, **config.options)
         if fused:
-            constants = config.m, *split_head_dim(head_dim), *config.dq_warps, config.n == head_dim == 64
+            warps = _rows_of_warps(config.m, config.warps)
+            parts_of_head, across = split_head_dim(head_dim), config.warps // warps
+            constants = config.m, *parts_of_head, warps, across, _is_transposed(config.n, head_dim)
             scalars = *strides(dq), heads, seq_q, options.scale / (1 - options.dropout_p)
             launch(finish_kernel, key, tiles, (accumulator, dq, parts[0]), scalars, constants, num_warps=4)
         if sums is not None:

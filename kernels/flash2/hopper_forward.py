@@ -489,6 +489,7 @@ def forward_kernel(
     number of programs up to that of the tiles.
     """
     gl.static_assert(STAGES >= 2)  # a block is waited for before the slot of the one before is given back
+    gl.static_assert(N >= ROWS)  # else one consumer could own two blocks more, and wait for what the other has to empty
     q_slots = _slots(q0, q1, 2 * CONSUMERS, D1)
     k_slots = _slots(k0, k1, STAGES, D1)
     v_slots = _slots(v0, v1, STAGES, D1)

@@ -69,12 +69,6 @@ class SpecialisedBackward(NamedTuple):
         registers = 65536 // (self.resident * (self.warps + 4) * 32) // 8 * 8
         return {"num_warps": self.warps, "maxnreg": min(registers, 248)}
 
-    @property
-    def dq_warps(self) -> tuple[int, int]:
-        """How dQ's product lays the warps over rows and columns."""
-        rows = self.warps if self.m >= 16 * self.warps else 4
-        return rows, self.warps // rows
-
 
 SPECIALISED = {"forward": SpecialisedForward, "backward": SpecialisedBackward}
 

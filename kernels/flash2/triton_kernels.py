@@ -37,7 +37,7 @@ LN_2_REST: tl.constexpr = tl.constexpr(7.348693098485626e-09)
 @triton.jit
 def natural_logsumexp(m, l):
     """m / log2(e) + ln(l) for a maximum m in base 2, so exact that the backward, which multiplies by log2(e), is back
-    at m: where scores reach 10^4, dQ and dK show what is lost here. A row that sees no key has m = -inf, l = 1.
+    at m: where scores reach 10^4, dQ and dK show what is lost here. A row that sees no key has m = -inf, l = 0.
     """
     rest = tl.maximum(m, -1e30) * LN_2_REST
     return tl.math.fma(m, LN_2, tl.math.fma(tl.math.log2(l), LN_2, rest))

@@ -64,7 +64,8 @@ def fused_softmax(
     """softmax(Q K^T scale) V with the scores and the probabilities in memory, in the inputs' dtype.
 
     q is (B, T, H, D), k and v are (B, S, G, D) with H a multiple of G; the output is (B, T, H, D). Causal masks align
-    at the bottom right; a query that sees no key gives zeros. Inputs and errors are otherwise those of flash2.
+    at the bottom right; a query that sees no key gives zeros. Inputs and errors are otherwise those of flash2, and
+    autocast changes nothing.
 
     Raises:
         ValueError: more than 16384 keys, or inputs outside the above.
@@ -80,8 +81,9 @@ def fused_softmax(
     documents = None if cu_seqlens is None else document_bounds(cu_seqlens, batch, seq_q)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     rows = heads // kv_heads * seq_q  # the queries of a group of heads, one head's after another's
-    scores = q.reshape(batch, kv_heads, rows, head_dim) @ k.mT
-    scores = scores.view(batch, heads, seq_q, seq_k)
-    kept = _FusedSoftmax.apply(scores, numbers, documents, causal, scale, float(dropout_p))
-    out = kept.view(batch, kv_heads, rows, seq_k) @ v
+    with torch.autocast(q.device.type, enabled=False):
+        scores = q.reshape(batch, kv_heads, rows, head_dim) @ k.mT
+        scores = scores.view(batch, heads, seq_q, seq_k)
+        kept = _FusedSoftmax.apply(scores, numbers, documents, causal, scale, float(dropout_p))
+        out = kept.view(batch, kv_heads, rows, seq_k) @ v
     return out.view(batch, heads, seq_q, head_dim).transpose(1, 2)

@@ -41,11 +41,12 @@ class _GeluMLP(torch.autograd.Function):
     def backward(ctx, dout):
         x, matrix, out_matrix, saved, activated = ctx.saved_tensors
         dout, keep_output = dout.contiguous(), activated is not None
-        dpre, sums, recomputed = torch.ops.gelu.backward(dout, out_matrix, saved, keep_output)
-        activated = activated if keep_output else recomputed
         kind, bias_kind, out_kind = ctx.dtypes
-        dweight, dout_weight = weight_gradient(dpre, x, kind), weight_gradient(dout, activated, out_kind)
-        return dpre @ matrix, dweight, sums.to(bias_kind), dout_weight, None
+        with torch.autocast(dout.device.type, enabled=False):
+            dpre, sums, recomputed = torch.ops.gelu.backward(dout, out_matrix, saved, keep_output)
+            activated = activated if keep_output else recomputed
+            dweight, dout_weight = weight_gradient(dpre, x, kind), weight_gradient(dout, activated, out_kind)
+            return dpre @ matrix, dweight, sums.to(bias_kind), dout_weight, None
 
 
 def gelu_mlp(x: Tensor, weight: Tensor, bias: Tensor, out_weight: Tensor, keep_output: bool = True) -> Tensor:
@@ -55,8 +56,15 @@ def gelu_mlp(x: Tensor, weight: Tensor, bias: Tensor, out_weight: Tensor, keep_o
     too (kernels.linear). The second layer's own bias is left to what comes after (kernels.layer_norm). The gradient of
     GELU's bias is summed in fp32. With keep_output the forward pass saves GELU's output and its slope, (N, C) each in
     x's dtype, for the backward pass; without it only GELU's input, from which both are recomputed: half the memory.
+
+    Raises:
+        ValueError: the shapes do not fit each other.
     """
-    rows, keep_output = x.contiguous().flatten(0, -2), keep_output and torch.is_grad_enabled()
+    if weight.shape[1:] != x.shape[-1:] or bias.shape != weight.shape[:1] or out_weight.shape[1:] != bias.shape:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (x, weight, bias, out_weight))
+        raise ValueError(f"gelu_mlp takes x (..., D), weight (C, D), bias (C,) and out_weight (E, C), not {shapes}")
+    rows, keep_output = x.contiguous().view(-1, x.shape[-1]), keep_output and torch.is_grad_enabled()
     with torch.autocast(x.device.type, enabled=False):
         out = _GeluMLP.apply(rows, weight, bias, out_weight, keep_output)
-    return torch.ops.aten._unsafe_view(out, (*x.shape[:-1], -1))  # of a view FSDP2 warns where a module returns it
+    shape = *x.shape[:-1], len(out_weight)
+    return torch.ops.aten._unsafe_view(out, shape)  # of a view FSDP2 warns where a module returns it

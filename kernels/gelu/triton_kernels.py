@@ -88,7 +88,8 @@ def forward_(x: Tensor, keep_output: bool) -> Tensor:
     (rows, columns), (m, n, warps) = x.shape, FORWARD
     out = torch.empty_like(x)
     grid = triton.cdiv(rows, m), triton.cdiv(columns, n)
-    gelu_kernel[grid](x, out, rows, columns, m, n, keep_output, x.device.type == "cpu", num_warps=warps)
+    with torch.cuda.device_of(x):
+        gelu_kernel[grid](x, out, rows, columns, m, n, keep_output, x.device.type == "cpu", num_warps=warps)
     return out
 
 
@@ -100,5 +101,6 @@ def backward(dout: Tensor, saved: Tensor, keep_output: bool) -> tuple[Tensor, Te
     dx, sums = torch.empty_like(saved), torch.empty((slabs, columns), device=saved.device)
     recomputed = saved.new_empty(0) if keep_output else torch.empty_like(saved)
     arguments = dout, saved, dx, recomputed, sums, rows, columns, slab, m, n, keep_output, saved.device.type == "cpu"
-    gelu_gradient_kernel[slabs, triton.cdiv(columns, n)](*arguments, num_warps=warps)
+    with torch.cuda.device_of(saved):
+        gelu_gradient_kernel[slabs, triton.cdiv(columns, n)](*arguments, num_warps=warps)
     return dx, sums.sum(0).to(torch.promote_types(saved.dtype, torch.float32)), recomputed

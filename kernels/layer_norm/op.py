@@ -35,22 +35,31 @@ def _(dout, dstream, x, weight, mean, rstd, has_branch_bias):
     return torch.empty_like(x), mean.new_empty((3 if has_branch_bias else 2, x.shape[1]))
 
 
+def _rows(x: Tensor) -> Tensor:
+    return x.contiguous().view(-1, x.shape[-1])
+
+
 class _Normalise(torch.autograd.Function):
+    """The rows of x and branch are laid end to end in here and not before, so that autograd sees that they get one
+    tensor as their gradient: from two views of it, leaves would take it for their own and add to it twice."""
+
     @staticmethod
     def forward(ctx, x, branch, branch_bias, weight, bias, eps):
-        stream, out, mean, rstd = torch.ops.layer_norm.forward(x, branch, branch_bias, weight, bias, eps)
-        stream = x.view_as(x) if branch is None else stream
-        ctx.save_for_backward(stream, weight, mean, rstd)
+        rows, branch_rows = _rows(x), None if branch is None else _rows(branch)
+        stream, out, mean, rstd = torch.ops.layer_norm.forward(rows, branch_rows, branch_bias, weight, bias, eps)
+        ctx.save_for_backward(rows if branch is None else stream, weight, mean, rstd)
         ctx.has_branch, ctx.bias_dtype = branch is not None, bias.dtype
         ctx.branch_bias_dtype = None if branch_bias is None else branch_bias.dtype
-        return stream, out
+        # FSDP2 warns of views where a module returns them. Of these nobody holds the base, but for a stream that is x.
+        unflatten = torch.ops.aten._unsafe_view
+        return x.view_as(x) if branch is None else unflatten(stream, x.shape), unflatten(out, x.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dstream, dout):
-        gradients, saved = (dout.contiguous(), dstream.contiguous()), ctx.saved_tensors
-        has_branch_bias = ctx.branch_bias_dtype is not None
-        dx, sums = torch.ops.layer_norm.backward(*gradients, *saved, has_branch_bias)
+        saved, has_branch_bias = ctx.saved_tensors, ctx.branch_bias_dtype is not None
+        dx, sums = torch.ops.layer_norm.backward(_rows(dout), _rows(dstream), *saved, has_branch_bias)
+        dx = dx.view(dout.shape)
         dweight, dbias = sums[:2].unbind()
         dbranch_bias = sums[2].to(ctx.branch_bias_dtype) if has_branch_bias else None
         dbranch = dx if ctx.has_branch else None
@@ -81,13 +90,7 @@ def normalise(
         raise ValueError("a branch_bias is added with a branch, and there is none")
     if branch_bias is not None and branch_bias.shape != x.shape[-1:]:
         raise ValueError(f"a branch_bias of shape {tuple(branch_bias.shape)} is none of {x.shape[-1]} columns")
-    rows = x.contiguous().flatten(0, -2)
-    if branch is not None:
-        branch = branch.to(x.dtype).contiguous().flatten(0, -2)
-    if branch_bias is not None:
-        branch_bias = branch_bias.contiguous()
+    branch = None if branch is None else branch.to(x.dtype)
+    branch_bias = None if branch_bias is None else branch_bias.contiguous()
     with torch.autocast(x.device.type, enabled=False):
-        stream, out = _Normalise.apply(rows, branch, branch_bias, weight.contiguous(), bias.contiguous(), eps)
-    # FSDP2 warns of views where a module returns them. Of these nobody holds the base, but for a stream that is x.
-    unflatten = torch.ops.aten._unsafe_view
-    return stream.view(x.shape) if branch is None else unflatten(stream, x.shape), unflatten(out, x.shape)
+        return _Normalise.apply(x, branch, branch_bias, weight.contiguous(), bias.contiguous(), eps)

@@ -1,6 +1,7 @@
 """Every attention variant of the registry against fp64, on one matrix of dtypes, masks, lengths and head sizes."""
 
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
@@ -219,6 +220,35 @@ def test_sparse_variants_refuse_what_they_cannot_do(name, said):
     q, k, v, _ = draw(Case(seq_q=63, seq_k=100), "cpu")
     with pytest.raises(ValueError, match=f"{said}.*use attention=flash2"):
         build_attention(config_of(name))(q, k, v, causal=False, scale=0.125)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_documents_of_more_keys_than_queries_are_refused(name):
+    """One query, as in sampling: some took no notice of the documents."""
+    q, k, v, _ = draw(Case(seq_q=1, seq_k=300), "cpu")
+    cu_seqlens = torch.tensor([0, 100, 600], dtype=torch.int32)
+    with pytest.raises(ValueError, match="queries and keys of one length, not 1 and 300"):
+        build_attention(config_of(name))(q, k, v, causal=False, scale=0.125, cu_seqlens=cu_seqlens)
+
+
+@pytest.mark.parametrize("name", [name for name in EXACT if name != "sdpa"])
+def test_no_second_gradient_is_given_rather_than_a_wrong_one(name):
+    q, k, v, _ = (x.requires_grad_() for x in draw(Case(dtype=F32), "cpu"))
+    out = build_attention(AttentionConfig(name))(q, k, v, causal=True, scale=0.125)
+    (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dq.sum().backward()
+
+
+@pytest.mark.parametrize("name", [name for name in EXACT if name != "sdpa"])
+def test_autocast_changes_nothing(name):
+    """As everywhere in training: naive's scores were rounded to 16 bits there on a CPU."""
+    for dtype in (F32, BF16):
+        inputs = draw(Case(dtype=dtype), "cpu")
+        attend = partial(build_attention(AttentionConfig(name)), causal=True, scale=0.125)
+        with torch.autocast("cpu", BF16):
+            found = attend(*inputs[:3])
+        assert torch.equal(found, attend(*inputs[:3]))
 
 
 def test_sdpa_refuses_a_causal_mask_it_would_misalign():

@@ -298,6 +298,24 @@ def test_the_operator_is_well_formed():
         torch.library.opcheck(torch.ops.cross_entropy.linear, (hidden, weight, targets, 60, gradient))
 
 
+@pytest.mark.parametrize(
+    ("hidden", "weight", "targets", "vocab_size", "message"),
+    [
+        ((8, 16), (64, 16), (10,), 60, r"not \(8, 16\), \(64, 16\), \(10,\)"),
+        ((2, 8, 16), (64, 16), (2, 8), 60, r"hidden \(N, C\), weight \(V, C\) and targets \(N,\)"),
+        ((8, 16), (64, 24), (8,), 60, r"not \(8, 16\), \(64, 24\), \(8,\)"),
+        ((8, 16), (64, 16), (8,), 65, "a vocabulary of 65 tokens needs as many rows of weight, which has 64"),
+        ((8, 16), (64, 16), (8,), 0, "a vocabulary of 0 tokens"),
+    ],
+    ids=["more targets than tokens", "tokens in rows", "another depth", "vocabulary too large", "no vocabulary"],
+)
+def test_shapes_that_do_not_fit_are_refused(hidden, weight, targets, vocab_size, message):
+    """More targets than tokens counted in the mean alone, and padding as tokens where the weight has too few rows."""
+    targets = torch.zeros(targets, dtype=torch.long)
+    with pytest.raises(ValueError, match=message):
+        linear_cross_entropy(torch.randn(hidden), torch.randn(weight), targets, vocab_size)
+
+
 def test_a_second_derivative_is_refused():
     hidden, weight = torch.randn(8, 16, requires_grad=True), torch.randn(64, 16)
     loss = linear_cross_entropy(hidden, weight, torch.arange(8), 64)

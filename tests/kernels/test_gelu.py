@@ -119,11 +119,12 @@ def test_plain_kernels_round_once(dtype, keep_output):
     torch.testing.assert_close(sums.double(), wanted.sum(0), rtol=1e-5, atol=4e-4)
 
 
+@pytest.mark.parametrize("shape", [(2, 15), (1,), ()], ids=str)
 @pytest.mark.parametrize("keep_output", [True, False])
-def test_gradients_reach_all_parameters_through_any_shape(keep_output):
-    x, weight, bias, _, _ = draw(30, 24, 15, torch.float32)
-    x = x.view(2, 15, 15).transpose(1, 2).requires_grad_()  # not dense
-    out_weight, dout = torch.randn(7, 24, device=DEVICE), torch.randn(7, 2, 15, device=DEVICE).permute(1, 2, 0)
+def test_gradients_reach_all_parameters_through_any_shape(keep_output, shape):
+    _, weight, bias, _, _ = draw(30, 24, 15, torch.float32)
+    x = torch.randn(15, *shape, device=DEVICE).movedim(0, -1).requires_grad_()  # not dense
+    out_weight, dout = torch.randn(7, 24, device=DEVICE), torch.randn(7, *shape, device=DEVICE).movedim(0, -1)
     inputs = x, *(parameter.requires_grad_() for parameter in (weight, bias, out_weight))
     found = gelu_mlp(*inputs, keep_output)
     expected = F.linear(F.gelu(F.linear(x, weight, bias), approximate="tanh"), out_weight)
@@ -146,8 +147,19 @@ def test_the_result_is_in_the_inputs_dtype_under_autocast_too():
     x, weight, bias, out_weight, _ = draw(6, 20, 5, torch.float32)
     with torch.autocast(DEVICE, torch.bfloat16):
         out = gelu_mlp(x.requires_grad_(), weight, bias, out_weight)
-    out.sum().backward()
-    assert out.dtype == x.grad.dtype == torch.float32
+        out.sum().backward()
+    assert out.dtype == torch.float32
+    (wanted,) = torch.autograd.grad(gelu_mlp(x, weight, bias, out_weight).sum(), x)
+    assert torch.equal(x.grad, wanted)
+
+
+@pytest.mark.parametrize(("which", "shape"), [(0, (6, 4)), (1, (20, 4)), (2, (19,)), (3, (5, 19))], ids=str)
+def test_shapes_that_do_not_fit_are_refused(which, shape):
+    """By Hopper's kernel too, which would read zeros past the end of a row, or beyond the end of a bias."""
+    inputs = list(draw(6, 20, 5, torch.float32)[:4])
+    inputs[which] = torch.zeros(shape, device=DEVICE)
+    with pytest.raises(ValueError, match=r"gelu_mlp takes x \(..., D\), weight \(C, D\).*not \("):
+        gelu_mlp(*inputs)
 
 
 def test_the_operators_are_well_formed():

@@ -142,6 +142,19 @@ def test_gradients_reach_all_through_any_shape(implementation, added, monkeypatc
         torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("shape", [(8,), (3, 8), (2, 3, 8)], ids=str)
+def test_leaves_add_up_their_gradients_each_for_itself(shape):
+    """What two leaves got were views of one tensor, to which both then added: three times the first, not twice."""
+    x, branch = (torch.randn(shape, device=DEVICE, requires_grad=True) for _ in range(2))
+    weight, bias = torch.randn(2, 8, device=DEVICE)
+    for _ in range(2):
+        torch.stack(normalise(x, weight, bias, EPS, branch)).square().sum().backward()
+    total = x + branch
+    once = torch.stack((total, F.layer_norm(total, (8,), weight, bias, EPS))).square().sum()
+    for leaf, wanted in zip((x, branch), torch.autograd.grad(once, (x, branch)), strict=True):
+        torch.testing.assert_close(leaf.grad, 2 * wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_results_are_in_the_streams_dtype_under_autocast_too():
     x, branch = (torch.randn(4, 8, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
     weight, bias, branch_bias = (torch.randn(8, device=DEVICE, requires_grad=True) for _ in range(3))

@@ -30,9 +30,16 @@ def test_gradients_are_fp64s_rounded_once_to_the_dtype_of_what_they_are_of(dtype
     exact = [t.detach().to(dtype).double().requires_grad_() for t in inputs]
     wanted = F.linear(*exact)
     assert out.dtype == dtype and is_rounded(out, wanted, 1.5)  # a CPU rounds before it adds the bias
-    found = torch.autograd.grad(out, inputs, dout)
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
+        found = torch.autograd.grad(out, inputs, dout)
     for gradient, of, reference in zip(found, inputs, torch.autograd.grad(wanted, exact, dout.double()), strict=True):
         assert gradient.dtype == of.dtype and is_rounded(gradient, reference)
+
+
+def test_a_single_token_needs_no_dimension_of_its_own():
+    x, weight = torch.randn(4, device=DEVICE, requires_grad=True), torch.randn(3, 4, device=DEVICE, requires_grad=True)
+    found, expected = (torch.autograd.grad(of(x, weight).sum(), (x, weight)) for of in (linear, F.linear))
+    torch.testing.assert_close(found, expected)
 
 
 def test_the_operator_is_well_formed():

@@ -32,6 +32,13 @@ def test_output_in_fp64_is_torchs(causal):
     torch.testing.assert_close(standard_attention(q, k, v, causal=causal, scale=0.3), theirs.transpose(1, 2))
 
 
+def test_no_share_is_dropped_that_leaves_nothing():
+    q, k, v, _ = draw(Case(), "cpu")
+    for share in (1.0, 1.5, -0.1):
+        with pytest.raises(ValueError, match=rf"dropout_p must be in \[0, 1\), not {share}"):
+            standard_attention(q, k, v, causal=True, scale=1.0, dropout_p=share)
+
+
 def test_queries_before_the_first_key_give_zeros():
     q, k, v, _ = draw(Case(seq_q=5, seq_k=3), "cpu")
     out = standard_attention(q, k, v, causal=True, scale=1.0)
