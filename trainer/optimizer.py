@@ -16,8 +16,8 @@ class OptimizerConfig:
 
     lr: float = 6e-4
     """Learning rate at the end of the warm-up."""
-    min_lr: float = 6e-5
-    """Learning rate at the end of the decay and after it."""
+    min_lr: float | None = None
+    """Learning rate at the end of the decay and after it; null is a tenth of lr."""
     warmup_steps: int = 100
     """Steps over which the learning rate rises from zero."""
     decay_steps: int | None = None
@@ -35,8 +35,9 @@ class OptimizerConfig:
 
     def __post_init__(self):
         for key in ("lr", "min_lr", "warmup_steps", "weight_decay", "grad_clip"):
-            if not 0 <= getattr(self, key) < math.inf:
-                raise UserError(f"optimizer.{key}={getattr(self, key)} must be a finite number of at least 0")
+            value = getattr(self, key)
+            if value is not None and not 0 <= value < math.inf:
+                raise UserError(f"optimizer.{key}={value} must be a finite number of at least 0")
         if not 0 < self.eps < math.inf:  # a row of the table that no token has would be divided by it
             raise UserError(f"optimizer.eps={self.eps} must be a finite number above 0")
         for key in ("beta1", "beta2"):
@@ -44,17 +45,18 @@ class OptimizerConfig:
                 raise UserError(f"optimizer.{key}={getattr(self, key)} must be at least 0 and below 1")
         if self.decay_steps is not None and self.decay_steps < 1:
             raise UserError(f"optimizer.decay_steps={self.decay_steps} must be at least 1, or null for train.max_steps")
-        if self.min_lr > self.lr:
+        if self.min_lr is not None and self.min_lr > self.lr:
             raise UserError(f"optimizer.min_lr={self.min_lr} is above optimizer.lr={self.lr}; lower it, or raise lr")
 
 
 def learning_rate(step: int, config: OptimizerConfig, max_steps: int) -> float:
     """Of the step after `step` finished ones: linear warm-up, then a cosine from lr to min_lr."""
+    min_lr = config.lr / 10 if config.min_lr is None else config.min_lr
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     decay_steps = max_steps if config.decay_steps is None else config.decay_steps
     progress = min(1.0, (step - config.warmup_steps) / max(1, decay_steps - config.warmup_steps))
-    return config.min_lr + 0.5 * (1 + math.cos(math.pi * progress)) * (config.lr - config.min_lr)
+    return min_lr + 0.5 * (1 + math.cos(math.pi * progress)) * (config.lr - min_lr)
 
 
 class AdamW(torch.optim.AdamW):

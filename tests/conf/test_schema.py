@@ -18,6 +18,7 @@ from conf.schema import Config, ExportConfig, PrepareConfig, SampleConfig, Train
 from errors import UserError
 from model.attention import AttentionConfig
 from trainer.loggers import WandbConfig
+from trainer.optimizer import learning_rate
 
 FOLDER = Path(conf.__file__).parent
 OPTIONS = [f"{path.parent.name}={path.stem}" for path in sorted(FOLDER.glob("*/*.yaml"))]
@@ -59,8 +60,7 @@ def test_the_learning_rate_is_that_of_the_model_unless_it_is_given():
     assert rates == {"gpt2-nano": 4e-3, "gpt2": 6e-4, "gpt3-2.7b": 1.6e-4}
     for file in (FOLDER / "model").glob("*.yaml"):
         assert (FOLDER / "optimizer" / "of" / file.name).is_file(), file.stem
-    given = composed("model=gpt2", "optimizer.lr=1e-3").optimizer
-    assert (given.lr, given.min_lr) == (1e-3, 6e-5)
+    assert composed("model=gpt2", "optimizer.lr=3e-5").optimizer.lr == 3e-5
     assert composed("experiment=gpt2-124m", "model=gpt2-medium").optimizer.lr == 6e-4
 
 
@@ -97,7 +97,8 @@ def test_the_recipe_of_gpt2_124m_is_nanogpts_and_gives_way_to_the_command_line()
     assert recipe.train.batch_size * recipe.train.micro_steps * recipe.model.context_length == 491_520
     optimizer = recipe.optimizer
     assert (recipe.train.max_steps, optimizer.warmup_steps, optimizer.decay_steps) == (600_000, 2_000, None)
-    assert (optimizer.lr, optimizer.min_lr, optimizer.beta2, optimizer.weight_decay) == (6e-4, 6e-5, 0.95, 0.1)
+    assert learning_rate(600_000, optimizer, recipe.train.max_steps) == pytest.approx(6e-5)
+    assert (optimizer.lr, optimizer.beta2, optimizer.weight_decay) == (6e-4, 0.95, 0.1)
     changed = composed("experiment=gpt2-124m", "model=gpt2-medium", "train.batch_size=4", "optimizer.lr=1e-3")
     assert (changed.model.n_embd, changed.train.batch_size, changed.optimizer.lr) == (1024, 4, 1e-3)
     assert changed.train.max_steps == 600_000

@@ -113,6 +113,12 @@ def test_without_decay_steps_the_cosine_ends_with_training():
     assert [learning_rate(step, config, max_steps=4) for step in (0, 2, 4, 5)] == pytest.approx([1, 0.5, 0, 0])
 
 
+def test_the_cosine_ends_at_a_tenth_unless_told_otherwise():
+    """Of whatever rate: one for fine-tuning was refused, as below the least one of training from nothing."""
+    assert learning_rate(200, OptimizerConfig(lr=3e-5), max_steps=200) == pytest.approx(3e-6)
+    assert learning_rate(200, OptimizerConfig(lr=0.0), max_steps=200) == 0
+
+
 @pytest.mark.parametrize(("grad_clip", "norm"), [(1.0, 1.0), (4.0, 4.0), (10.0, 5.0), (0.0, 5.0)])
 def test_the_gradient_is_clipped_as_a_whole(grad_clip, norm):
     """Gradients 3 and 4, of norm 5 together; the first moment is a tenth of what the optimizer was given."""
