@@ -9,7 +9,7 @@ from errors import UserError
 from model.attention import AttentionConfig
 from model.huggingface import save_pretrained
 from trainer import checkpoint
-from trainer.loading import model_of
+from trainer.loading import model_of, sparsity_setting
 
 
 def export(config: ExportConfig) -> None:
@@ -25,6 +25,8 @@ def export(config: ExportConfig) -> None:
         raise UserError(f"to={folder} cannot be made ({error.strerror}); give another") from error
     save_pretrained(model.config, model.state_dict(), folder, eot)
     print(f"step {state['step']} of {config.checkpoint} is now a Hugging Face GPT-2 in {folder}")
+    if setting := sparsity_setting(state):
+        print(f"it was trained with {setting}, of which Hugging Face's knows nothing: there a token sees all before it")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from conf.cli import chosen, is_sweep, launch, output_dir, sweep_name
+from conf.cli import chosen, is_output_dir_given, is_sweep, launch, output_dir, sweep_name
 from conf.schema import Config
 from data.loader import IGNORED, DataError, document_options, validation_batches
 from data.tokenizers import end_of_text, get_tokenizer
@@ -21,7 +21,7 @@ from errors import UserError, two_sentences
 from model.attention import check_attention
 from model.generate import generate
 from model.gpt2 import GPT2, ModelConfig
-from trainer.anomalies import IN_A_ROW, Watch, read_record
+from trainer.anomalies import IN_A_ROW, Watch, are_finite, read_record
 from trainer.checkpoint import CheckpointError, Checkpoints
 from trainer.distributed import ALONE, World, join, started
 from trainer.evaluation import perplexity, score
@@ -72,7 +72,7 @@ def train(config: Config, world: World = ALONE) -> None:
     where = Path(config.checkpoint.dir or folder / "checkpoints")
     if is_sweep() and config.checkpoint.resume == "auto":
         refuse_another_jobs(where, folder)
-    resumed = load_resumed(config, where, world)
+    resumed = load_resumed(config, where, bool(config.checkpoint.dir) or is_output_dir_given(), world)
     writes_to = {folder: "hydra.run.dir", where: "checkpoint.dir"} if world.is_first else {}
     reset_process(config.train, compute)
     model = shard(build_model(config, compute, tokens, resumed), compute, config.train.reshard_after_forward)
@@ -162,7 +162,7 @@ def loop(run: Run) -> Path:
     config, compute, state, log = run.config, run.compute, run.state, run.log
     settings, tokens_per_step = config.train, tokens_in_step(config.train, state.model.config)
     model = data_parallel(compile_model(state.model, settings, compute), compute.world)
-    meter = build_meter(state.model, tokens_per_step, compute)
+    meter = build_meter(state.model, tokens_per_step, compute, config.attention)
     window: list[Tensor] = []  # loss and gradient norm of every step since the last row, still on the device
     path, saved_step, compiling = None, None, True
     unlogged: dict[str, float] = {}  # metrics of the newest step, where it is judged and in no row
@@ -218,9 +218,10 @@ def validate(run: Run, model: nn.Module) -> dict[str, float]:
     metrics = evaluate(model, state.model.config, run.config, run.compute, run.tokens, run.stop)
     if metrics:
         state.evaluated = state.step
-    if metrics.get("val/loss", math.inf) < state.best_loss:
-        state.best_loss = metrics["val/loss"]
-        attempt(run, is_best=True)
+    if (loss := metrics.get("val/loss", math.inf)) < (best := state.best_loss):
+        state.best_loss = loss
+        if attempt(run, is_best=True) is None:  # or none that is worse than this one would be saved any more
+            state.best_loss = best
     return metrics
 
 
@@ -245,6 +246,8 @@ def save(run: Run) -> Path:
 
 def told_of_saving(run: Run) -> str:
     """Saves the state of a run that ends early, and tells where, or why not."""
+    if run.compute.world.sum(torch.tensor(0 if are_finite(run.state.model) else 1)):
+        return f"The weights are not finite since an earlier step, and not saved; {run.checkpoints.remedy()}."
     try:
         return f"The state is saved in {save(run)}."
     except CheckpointError as error:

@@ -24,10 +24,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench.command_line import output_file, positive
+from bench.command_line import output_file, positive, sizes
 from bench.results_file import ROOT, begin, results_folder, write
 from bench.trainers import DTYPE, Cell, Job, Trainer, ours
 from errors import UserError, refusing
+from model.attention import AttentionConfig
 from trainer.checkpoint import CheckpointConfig
 from trainer.distributed import World, join
 from trainer.parts import build_meter, open_checkpoints
@@ -83,7 +84,7 @@ def measure(cell: Cell, arguments: argparse.Namespace, world: World) -> dict:
     (batch,), compute = cell.batches, Compute(torch.device(arguments.device), DTYPE, world)
     compiled = arguments.device == "cuda"
     job = ours(cell, Trainer("ours", "flash2", compiled), arguments.device, world=world)
-    meter = build_meter(job.model, world.size * batch * cell.context_length, compute)
+    meter = build_meter(job.model, world.size * batch * cell.context_length, compute, AttentionConfig("flash2"))
     began = time.perf_counter()
     job.step(batch)[0].tolist()  # waits for the GPU
     first_step_s = time.perf_counter() - began
@@ -198,7 +199,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--cells", default=",".join(CELLS), help=f"only these, separated by commas (all: {', '.join(CELLS)})")
-    add("--gpus", default="1,2,4,8", help="how many, separated by commas (1,2,4,8)")
+    add("--gpus", type=sizes, default="1,2,4,8", help="how many, separated by commas (1,2,4,8)")
     add("--batch", type=positive, help="micro-batch of each GPU, instead of the cell's")
     add("--steps", type=positive, default=10, help="of a sample (10)")
     add("--rounds", type=positive, default=5, help="samples of a row (5)")
@@ -206,7 +207,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--add", action="store_true", help="keep the rows of other cells that the file has, whatever commit they are of"
     )
     add("--checkpoints", type=Path, metavar="FOLDER", help="save one checkpoint a row there, and time it")
-    add("--device", default="cuda", help="cpu tries everything out without a GPU")
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries everything out without a GPU")
     add("--gpu", help="folder under bench/results; by default made of the device's name and the most GPUs: h200x8")
     add("--out", type=output_file, help="file to write instead of bench/results/<gpu>/scaling.json")
     add("--process-of", help=argparse.SUPPRESS)
@@ -225,7 +226,7 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         UserError: it cannot be done.
     """
-    names, counts = arguments.cells.split(","), [positive(count) for count in arguments.gpus.split(",")]
+    names, counts = arguments.cells.split(","), arguments.gpus
     for name in names:
         if name not in CELLS:
             raise UserError(f"--cells {name} is unknown; choose among {', '.join(CELLS)}")

@@ -18,7 +18,7 @@ import torch
 
 from bench.accuracy import relative_error
 from bench.cells import HIDDEN, TOKENS
-from bench.command_line import output_file
+from bench.command_line import output_file, sizes
 from bench.timing import Gpu, sampler_of
 from errors import UserError, refusing
 from kernels import dropout, launcher
@@ -164,7 +164,7 @@ def speed(kernel: str, head_dim: int, mask: str, seq_len: int, ms: float) -> str
     return f"{attention_flops(*shape, pass_=pass_of(kernel)) / ms / 1e9:.0f}"
 
 
-def tune(head_dims: list[int]) -> dict:
+def tune(head_dims: tuple[int, ...]) -> dict:
     """The plain kernels' table of this architecture: head size -> mask -> length -> tiles of the three kernels."""
     right = right_ones([(x, d, m, t) for x in KERNELS for d in head_dims for m in MASKS for t in CANDIDATES[x]])
     table: dict = {}
@@ -209,7 +209,8 @@ def render(table: dict) -> str:
 @refusing()
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.tune", description=__doc__)
-    parser.add_argument("--head-dims", default="64,128", help="padded head sizes, powers of two, separated by commas")
+    help_ = "padded head sizes, powers of two, separated by commas"
+    parser.add_argument("--head-dims", type=sizes, default="64,128", help=help_)
     parser.add_argument(
         "--only", choices=("plain", "specialised"), help="one kind of kernels; by default all there are"
     )
@@ -220,7 +221,7 @@ def main() -> None:
     arch = launch.arch_of(torch.device("cuda", torch.cuda.current_device()))
     table = json.loads(TABLE.read_text())
     if arguments.only != "specialised":
-        table.setdefault(arch, {}).update(tune([int(d) for d in arguments.head_dims.split(",")]))
+        table.setdefault(arch, {}).update(tune(arguments.head_dims))
     if arguments.only != "plain" and arch == "sm_90":
         table["specialised"] = tune_specialised(table[arch])
     arguments.out.write_text(render(table))

@@ -8,7 +8,7 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -50,7 +50,10 @@ REFUSALS_OF_THE_DISK = {
     errno.ENOTDIR: ANOTHER,
     errno.EEXIST: ANOTHER,
     errno.ENAMETOOLONG: ANOTHER,
+    errno.EISDIR: ANOTHER,
     errno.EIO: "the disk fails; " + ANOTHER,
+    errno.ESTALE: "the disk fails; " + ANOTHER,
+    errno.ENOTCONN: "the disk fails; " + ANOTHER,
 }
 
 
@@ -193,6 +196,12 @@ def output_dir() -> Path:
     return Path(HydraConfig.get().runtime.output_dir)
 
 
+def is_output_dir_given() -> bool:
+    """Whether the command line names that folder, which else is a new one at every start."""
+    key = "hydra.sweep.dir" if is_sweep() else "hydra.run.dir"
+    return any(override.startswith(f"{key}=") for override in HydraConfig.get().overrides.hydra)
+
+
 def sweep_name() -> str | None:
     """The name of the folder of this run's sweep; None for a run on its own."""
     return Path(HydraConfig.get().sweep.dir).resolve().name if is_sweep() else None
@@ -226,15 +235,19 @@ def explain(error: Exception) -> str:
     if isinstance(cause, MissingMandatoryValue):
         return f"{_full_key(cause)} has no value; give it as {_full_key(cause)}=..."
     if isinstance(cause, ValidationError):
-        return f"{_full_key(cause)}: {_first_line(cause)}; --cfg job shows the values it can take"
+        return f"{_full_key(cause)}: {_first_line(cause)}; what it takes stands beside its name, by conf/schema.py"
     if isinstance(cause, (ConfigKeyError, ConfigAttributeError)):
-        parent = cause.parent_node
-        return _no_setting(_full_key(cause), [str(name) for name in parent] if isinstance(parent, DictConfig) else [])
+        parent, key = cause.parent_node if isinstance(cause.parent_node, DictConfig) else {}, _full_key(cause)
+        known = [str(name) for name in parent if name != "hydra"]
+        groups = [group for group in known if isinstance(node := parent._get_node(group), DictConfig) and key in node]
+        return _no_setting(key, known, [f"{group}.{key}" for group in groups])
     if isinstance(error, OverrideParseException):
         return f"{error.override}: {_first_line(error)}; {HOW}"
     if 'not detect "srun"' in str(error):  # submitit's, away from a cluster
         return f"{_first_line(error).removesuffix('?')}; start it where Slurm is, or without hydra/launcher=slurm"
-    return f"{_first_line(error)}; {HOW}"
+    if (first := _first_line(error)).startswith("Ambiguous value"):  # one for a sweep
+        return f"{first}; add -m to run one after another, or write a list as 'key=[a,b]'"
+    return f"{first}; {HOW}"
 
 
 def _unknown_choice(error: MissingConfigException) -> str:
@@ -245,9 +258,11 @@ def _unknown_choice(error: MissingConfigException) -> str:
     return f"{group}={choice} is unknown{_suggestion(choice, options)}; choose one of {', '.join(options)}"
 
 
-def _no_setting(key: str, known: list[str]) -> str:
+def _no_setting(key: str, known: list[str], meant: Sequence[str] = ()) -> str:
+    """`known` is what there is in its place, `meant` where there is one of that name."""
     place, _, name = key.rpartition(".")
-    return f"{key} is no setting{_suggestion(name, known)}; {place or 'the configuration'} has {', '.join(known)}"
+    suggestion = f" (did you mean {' or '.join(meant)}?)" if meant else _suggestion(name, known)
+    return f"{key} is no setting{suggestion}; {place or 'the configuration'} has {', '.join(known)}"
 
 
 def _suggestion(word: str, known: list[str]) -> str:

@@ -256,6 +256,25 @@ def build_attention(config: AttentionConfig) -> Attention:
     return VARIANTS[config.name](config)
 
 
+def kept_share(config: AttentionConfig, seq_len: int) -> float:
+    """The share of the causal pairs of seq_len tokens that a variant does not leave out.
+
+    Raises:
+        UserError: as read_pattern.
+    """
+    if config.window is not None:
+        window = min(config.window, seq_len)
+        kept = window * (window + 1) // 2 + (seq_len - window) * window
+    elif config.pattern is not None:
+        pattern = read_pattern(config.pattern, seq_len)
+        sizes = torch.arange(0, seq_len, BLOCK).sub(seq_len).neg().clamp(max=BLOCK)  # of blocks: the last may be ragged
+        pairs = (sizes[:, None] * sizes).tril(-1) + (sizes * (sizes + 1) // 2).diag()
+        kept = pairs[pattern].sum().item()
+    else:
+        return 1.0
+    return kept / (seq_len * (seq_len + 1) // 2)
+
+
 def attend_projected(attention: Attention, x: Tensor, projection: nn.Linear, heads: int, **options) -> Tensor:
     """`attention` of the three parts of a projection of x (batch, seq, C), as (batch, seq, heads, head_dim).
 

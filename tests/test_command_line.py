@@ -48,7 +48,6 @@ REFUSALS = {
     "fp16 on a CPU": ("precision=fp16", ["precision=fp16", "precision=fp32"]),
     "unknown device": ("device=tpu", ["device=tpu", "auto, cpu, cuda"]),
     "nothing to resume": ("checkpoint.resume=nowhere", ["checkpoint.resume=nowhere", "step-*.pt"]),
-    "auto without a folder": ("checkpoint.resume=auto", ["checkpoint.resume=auto", "checkpoint.dir=FOLDER"]),
     "unknown wandb mode": ("wandb.mode=sometimes", ["wandb.mode", "sometimes", "online, offline or disabled"]),
     "no equals sign": ("model.n_layer", ["model.n_layer", "key=value"]),
     "unclosed bracket": ("wandb.tags=[a", ["wandb.tags=[a", "key=[a,b]"]),
@@ -81,6 +80,14 @@ def test_mistake_is_refused_in_one_sentence(workplace, mistake):
     overrides, words = REFUSALS[mistake]
     before = files_below(workplace)
     assert_refused(train("run", *overrides.split()), words, workplace, before)
+
+
+def test_a_new_folder_at_every_start_holds_nothing_to_continue(workplace):
+    before = files_below(workplace)
+    outcome = run("train.py", *TINY, "checkpoint.resume=auto")
+    assert_refused(
+        outcome, ["checkpoint.resume=auto", "hydra.run.dir=FOLDER"], workplace, before | {workplace / "outputs"}
+    )
 
 
 def test_ctrl_c_ends_what_has_nothing_to_save_without_a_traceback(workplace, trained, monkeypatch):
@@ -181,6 +188,20 @@ def test_process_refuses_and_helps_without_a_traceback(workplace):
     assert helped.returncode == 0 and err == ""
     assert out.startswith("Train a GPT-2") and "Examples:" in out
     assert not any(path.is_file() for path in workplace.rglob("outputs/**/*"))
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("batch_size=4", "batch_size is no setting (did you mean train.batch_size?)"),
+        ("attention=naive,sdpa", "add -m to run one after another"),
+        ("train.compile=maybe", "Value 'maybe' is not a valid bool"),
+    ],
+    ids=["no group", "no -m", "no bool"],
+)
+def test_a_slip_is_told_with_what_was_meant(workplace, override, sentence):
+    (line,) = run("train.py", override).err.splitlines()
+    assert sentence in line
 
 
 def test_help_names_every_group_and_choice_and_the_keys_used_most(workplace):

@@ -33,11 +33,11 @@ pytest_plugins = ["tests.e2e"]
 
 LOSSES = ("train/loss", "train/perplexity", "train/grad_norm", "train/lr", "val/loss", "val/perplexity")
 DEMANDING = ("train.max_steps=40", "train.grad_accumulation=2", "model.dropout=0.2", "checkpoint.interval=10")
-# train.py, but slow enough for a test to end it at a given step.
+# train.py, but slow enough after step 23 for a test to end it before its checkpoint of step 30.
 SLOW_TRAINER = """
 import time, train
 quick_step = train.train_step
-train.train_step = lambda *args: (time.sleep(0.1), quick_step(*args))[1]
+train.train_step = lambda *args: (time.sleep(2 if args[1].step in (23, 24) else 0), quick_step(*args))[1]
 train.launch(train.train, "config")
 """
 
@@ -60,10 +60,9 @@ def assert_same_run(one: str, other: str) -> None:
 
 
 def test_run_killed_with_sigkill_continues_bit_for_bit(workplace):
-    killed = (*TINY, *DEMANDING, "attention=flash2", "hydra.run.dir=killed")
-    killed += ("checkpoint.dir=killed/checkpoints", "checkpoint.resume=auto")
-    process = start("-c", SLOW_TRAINER, *killed)
+    killed = (*TINY, *DEMANDING, "attention=flash2", "hydra.run.dir=killed", "checkpoint.resume=auto")
     train("whole", *DEMANDING, "attention=flash2").ok()
+    process = start("-c", SLOW_TRAINER, *killed)
     wait_for_step(23, "killed", process)
     process.kill()
     process.communicate()
@@ -196,6 +195,20 @@ def test_loss_that_is_not_finite_stops_the_run_with_finite_weights_saved(workpla
     os.chdir(workplace)
     train("run", f"checkpoint.resume={path}", "train.max_steps=12").ok()
     assert curve("run")[-1] == (12,)
+
+
+def test_weights_that_are_not_finite_are_not_saved_as_if_they_were(workplace):
+    """A step of such a rate leaves infinite ones, by which the next has a loss that is no number."""
+    assert train("run", "train.max_steps=4", "checkpoint.interval=2").ok()
+    resume = ("train.max_steps=9", "checkpoint.resume=run/checkpoints", "optimizer.lr=1e300")
+    outcome = train("run", *resume)
+    assert outcome.code == 2
+    sentence = "not finite since an earlier step, and not saved; continue with checkpoint.resume="
+    assert re.search(rf"{sentence}\S+/run/checkpoints/step-00000004\.pt", outcome.err)
+    assert sorted(path.name for path in Path("run/checkpoints").glob("step-*")) == [
+        "step-00000002.pt",
+        "step-00000004.pt",
+    ]
 
 
 def test_metrics_are_those_of_the_design(workplace):

@@ -5,8 +5,11 @@ import math
 from pathlib import Path
 from statistics import median
 
+from torch import nn
+
 from errors import UserError
 from trainer.checkpoint import State
+from trainer.distributed import local_part
 from trainer.loggers import finite
 from trainer.state import TrainState
 
@@ -14,6 +17,11 @@ REMEMBERED = 100  # gradient norms that tell what is usual
 NEEDED = 20  # of them, before one can be unusual
 IN_A_ROW = 10  # steps that are not finite, at which skipping ends
 OVERFLOWS = 40  # in a row, from a loss scale of 2^16 on: below, gradients vanish
+
+
+def are_finite(model: nn.Module) -> bool:
+    """Whether all weights are, of which a process that holds a part sees that."""
+    return all(bool(local_part(parameter).isfinite().all()) for parameter in model.parameters())
 
 
 class Watch:

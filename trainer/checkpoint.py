@@ -24,7 +24,8 @@ import torch
 from errors import UserError, first_line, is_of_memory
 
 State = dict[str, Any]
-NAME = re.compile(r"step-(\d{8})(\.pt)?")
+NAME = re.compile(r"step-(\d{8})(\.pt|\.before)?")
+BEFORE = ".before"  # suffix of a folder whose name another is about to get
 REST = "rest.pt"  # of a folder: all that is not in its parts
 PARTS = "*.safetensors"
 SEAL = b"\nSHA-256:"  # before the digest
@@ -47,8 +48,9 @@ class CheckpointConfig:
     """How many of the newest stay; the one with the best validation loss stays besides, as best.pt (as best, where
     weights are split)."""
     resume: str | None = None
-    """null starts afresh; auto continues the newest in checkpoint.dir (which a job that submitit puts back into the
-    queue may leave out), or starts where there is none; else a path. Of a folder the newest that is whole is taken."""
+    """null starts afresh; auto continues the newest in checkpoint.dir, or starts where there is none; else a path. Of
+    a folder the newest that is whole is taken. For auto, checkpoint.dir or hydra.run.dir has to be given, but not to a
+    job that submitit puts back into the queue."""
     asynchronous: bool | None = None
     """Write beside training, which then waits only for a copy in the host's memory, of 12 bytes a parameter; null is
     true on a GPU, false on a CPU, where both want the same cores. Always so with parallel=fsdp and hsdp."""
@@ -149,7 +151,7 @@ class Checkpoints:
         if self.writes:
             self._write(path, state)
             self._best = state["step"]
-            (self.folder / "best").unlink(missing_ok=True)  # of a run whose weights were split
+            remove(self.folder / "best")  # of a run whose weights were split; a copy of a run has a folder for the link
         return path
 
     def _write(self, path: Path, state: State) -> None:
@@ -160,10 +162,14 @@ class Checkpoints:
 
     def refusal(self, path: Path, error: OSError) -> CheckpointError:
         """What to raise when the disk did not take `path`."""
+        first = "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "mend that"
+        reason = error.strerror or error
+        return CheckpointError(f"{path} could not be written ({reason}); {first}, and {self.remedy()}")
+
+    def remedy(self) -> str:
+        """How to go on where the state itself cannot be kept."""
         newest = find(self.folder)
-        earlier = f"continue with checkpoint.resume={newest}" if newest else "start again: there is no earlier one"
-        remedy = "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "mend that"
-        return CheckpointError(f"{path} could not be written ({error.strerror or error}); {remedy}, and {earlier}")
+        return f"continue with checkpoint.resume={newest}" if newest else "start again: there is no earlier checkpoint"
 
 
 def write_file(path: Path, state: State) -> None:
@@ -305,9 +311,10 @@ def _is_whole(path: Path) -> bool:
 
 
 def _all(folder: Path) -> list[Path]:
-    """The folder's checkpoints by step: files that end in .pt, and folders that do not."""
+    """The folder's checkpoints by step: files that end in .pt, and folders that do not; of a step the latest last."""
     named = (path for path in folder.glob("step-*") if NAME.fullmatch(path.name))
-    return sorted(path for path in named if path.is_dir() == (path.suffix == ""))
+    found = (path for path in named if path.is_dir() == (path.suffix != ".pt"))
+    return sorted(found, key=lambda path: (_step(path), path.suffix != BEFORE, path.name))
 
 
 def _step(path: Path) -> int:

@@ -7,7 +7,9 @@ looked up too, but it is also the head's matrix, and counts as that.
 Attention multiplies no weights. Per token and layer QK^T and PV cost 2 T d each, 4 T d together, and three times that
 with the backward pass: 12 L d T. That is the convention of the FlashAttention papers, Megatron-LM and PaLM: causality
 halves nothing, and what is computed a second time (activations, or the scores in a fused backward) is not counted.
-`causal=True` gives the work that causal attention cannot avoid, 6 L d T, for those who want the stricter figure.
+`causal=True` gives the work that causal attention cannot avoid, 6 L d T, for those who want the stricter figure. An
+attention that leaves pairs of tokens out, by a window or a list of blocks, counts for the share of the causal pairs
+that it keeps; what documents hide is in the data, and counts.
 
 An attention kernel is measured by what it computes: 4 B H T^2 D forward, for the two matmuls, halved when causal; 2.5
 times that backward, which has five (S and dP again, then dQ, dK and dV).
@@ -55,13 +57,16 @@ PEAK_TFLOPS = {
 }
 
 
-def model_flops_per_token(n_params: int, n_layer: int, n_embd: int, context_length: int, causal: bool = False) -> int:
+def model_flops_per_token(
+    n_params: int, n_layer: int, n_embd: int, context_length: int, causal: bool = False, kept: float = 1.0
+) -> int:
     """FLOPs of one training step, forward and backward, per token: 6N + 12 L d T.
 
-    `n_params` leaves out the position table. With `causal` the attention term is halved: 6N + 6 L d T.
+    `n_params` leaves out the position table. With `causal` the attention term is halved: 6N + 6 L d T. `kept` is the
+    share of the causal pairs of tokens that attention computes.
     """
     attention = (6 if causal else 12) * n_layer * n_embd * context_length
-    return 6 * n_params + attention
+    return 6 * n_params + round(attention * kept)
 
 
 def attention_flops(batch: int, heads: int, seq_len: int, head_dim: int, causal: bool, *, pass_: str) -> float:

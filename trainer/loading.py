@@ -4,7 +4,7 @@ from pathlib import Path
 
 from data.tokenizers import vocab_size
 from errors import UserError
-from model.attention import AttentionConfig, build_attention
+from model.attention import SPARSE_KEYS, AttentionConfig, build_attention
 from model.gpt2 import GPT2, ModelConfig
 from model.huggingface import WEIGHTS, find_pretrained, load_pretrained, read_config
 from trainer import checkpoint
@@ -28,6 +28,22 @@ def model_of(state: State, attention: AttentionConfig, activation_checkpointing:
     return model
 
 
+def sparsity(state: State) -> dict[str, object]:
+    """What said which pairs of tokens a model was trained without, of the settings of its attention; often nothing.
+
+    Raises:
+        CheckpointError: as model_of.
+    """
+    with checkpoint.of_this_version(state):
+        trained = state["config"]["attention"]
+        return {key: trained[key] for key in SPARSE_KEYS if trained[key] is not None}
+
+
+def sparsity_setting(state: State) -> str:
+    """The same as on a command line."""
+    return " ".join(f"attention={SPARSE_KEYS[key]} attention.{key}={value}" for key, value in sparsity(state).items())
+
+
 def load_model(source: str, attention: AttentionConfig, activation_checkpointing: str = "none") -> tuple[GPT2, str]:
     """The model of a checkpoint of ours, or of a Hugging Face folder or hub id, and the name of its tokenizer.
 
@@ -37,6 +53,11 @@ def load_model(source: str, attention: AttentionConfig, activation_checkpointing
     path = Path(source)
     if path.exists() and not (path / WEIGHTS).is_file():
         state = checkpoint.load(path)
+        if any(getattr(attention, key) != value for key, value in sparsity(state).items()):
+            raise UserError(
+                f"checkpoint={source} was trained with {sparsity_setting(state)}, and attention={attention.name} would "
+                "show it pairs of tokens that it does not know; give the former"
+            )
         return model_of(state, attention, activation_checkpointing), state["tokenizer"]
     folder = find_pretrained(source, key="checkpoint")
     shape, known = read_config(folder), vocab_size("gpt2")

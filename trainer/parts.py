@@ -11,7 +11,7 @@ from torch import nn
 from data.loader import TrainLoader, check_length
 from data.tokens import SPLITS, TokenSet
 from errors import UserError
-from model.attention import build_attention, check_attention
+from model.attention import AttentionConfig, build_attention, check_attention, kept_share
 from model.gpt2 import GPT2, ModelConfig
 from model.huggingface import find_pretrained, load_pretrained, read_config
 from trainer import checkpoint
@@ -47,21 +47,22 @@ def reset_process(settings: TrainConfig, compute: Compute) -> None:
         torch.cuda.reset_peak_memory_stats(compute.device)
 
 
-def load_resumed(config: "Config", folder: Path, world: World) -> State | None:
+def load_resumed(config: "Config", folder: Path, is_given: bool, world: World) -> State | None:
     """The checkpoint to continue, if any: the same for all processes, tensors that are to be split left on the disk.
 
-    `folder` is where this run's own go.
+    `folder` is where this run's own go; `is_given` says that the user has named it, so that it is the same again.
     """
     source = config.checkpoint.resume
     if source != "auto" and restarted() and world.is_first:
         print(
             "torchrun has started the processes again, and this run begins as the first time; with "
-            "checkpoint.dir=FOLDER checkpoint.resume=auto it would go on from its newest checkpoint"
+            "hydra.run.dir=FOLDER checkpoint.resume=auto it would go on from its newest checkpoint"
         )
     if source == "auto":
-        if config.checkpoint.dir is None and not is_of_submitit():  # whose jobs, queued again, have the same folder
+        if not is_given and not is_of_submitit():  # whose jobs, queued again, have the same folder
             raise UserError(
-                "checkpoint.resume=auto needs the folder of earlier checkpoints; give checkpoint.dir=FOLDER"
+                "checkpoint.resume=auto needs a folder that is the same at every start; give hydra.run.dir=FOLDER for "
+                "all outputs, or checkpoint.dir=FOLDER for checkpoints alone"
             )
         source = world.from_first(folder if checkpoint.find(folder) else None)
     if source is None:
@@ -159,15 +160,15 @@ def tokens_in_step(settings: TrainConfig, shape: ModelConfig) -> int:
     return settings.sequences * shape.context_length
 
 
-def build_meter(model: GPT2, tokens_per_step: int, compute: Compute) -> ThroughputMeter:
-    """Counts FLOPs for this model and MFU for this device."""
-    shape = model.config
+def build_meter(model: GPT2, tokens_per_step: int, compute: Compute, attention: AttentionConfig) -> ThroughputMeter:
+    """Counts FLOPs for this model with this attention, and MFU for this device."""
+    shape, kept = model.config, kept_share(attention, model.config.context_length)
     sizes = model.n_params(), shape.n_layer, shape.n_embd, shape.context_length
     on_gpu = compute.device.type == "cuda"
     return ThroughputMeter(
         tokens_per_step=tokens_per_step,
-        flops_per_token=model_flops_per_token(*sizes),
-        flops_per_token_causal=model_flops_per_token(*sizes, causal=True),
+        flops_per_token=model_flops_per_token(*sizes, kept=kept),
+        flops_per_token_causal=model_flops_per_token(*sizes, causal=True, kept=kept),
         peak_flops=peak_flops(torch.cuda.get_device_name(compute.device), compute.dtype) if on_gpu else None,
         device=compute.device,
         n_devices=compute.world.size,

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from errors import first_line
 from trainer.background import KINDS, BackgroundCheckpoints, join_state
-from trainer.checkpoint import REST, CheckpointError, State, put_aside, remove, sync_folder, write_file
+from trainer.checkpoint import BEFORE, REST, CheckpointError, State, remove, sync_folder, write_file
 from trainer.distributed import local_part
 
 DTYPES = {torch.float32: "F32"}  # the only one that weights and moments are kept in
@@ -97,16 +97,21 @@ class ShardedCheckpoints(BackgroundCheckpoints):
             raise failures[0] if disk is None else self.refusal(path, disk) from error
 
     def _name(self, partial: Path, path: Path, is_best: bool) -> None:
-        """Gives what is whole the name of a checkpoint."""
+        """Gives what is whole the name of a checkpoint; one that has it counts until then, by another name."""
+        before = path.with_suffix(BEFORE)
         if path.exists():  # damaged, or of the same run, which continued it: another's would have been refused
-            put_aside(path)
+            remove(before)
+            os.rename(path, before)
         os.rename(partial, path)
         sync_folder(self.folder)
+        remove(before)
         if is_best:
-            link = self.folder / "best.partial"
-            link.unlink(missing_ok=True)
+            link, best = self.folder / "best.partial", self.folder / "best"
+            remove(link)
             link.symlink_to(path.name)
-            os.replace(link, self.folder / "best")
+            if not best.is_symlink():  # a copy of a run has a folder for the link, which none replaces
+                remove(best)
+            os.replace(link, best)
             (self.folder / "best.pt").unlink(missing_ok=True)  # of a run whose weights were whole
 
 

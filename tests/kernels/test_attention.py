@@ -18,6 +18,7 @@ from model.attention import (
     attend_projected,
     build_attention,
     check_attention,
+    kept_share,
     sdpa,
 )
 from tests.kernels.accuracy import Case, assert_as_accurate, draw, outcome
@@ -35,6 +36,9 @@ LENGTHS = [Case(seq_q=q, seq_k=k, causal=c, dtype=BF16) for q, k in ((63, 100), 
 # torch's own kernels are what they are: its CPU kernel errs up to 3.3 times as much as its math attention in 16 bits.
 # fused_softmax is Megatron-LM's scheme, which writes S and dP in 16 bits too.
 FACTORS = {name: 2 for name in EXACT} | {"sdpa": 4, "fused_softmax": 3}
+
+
+SPARSE = [AttentionConfig("local", window=70), AttentionConfig("block_sparse", pattern="butterfly")]
 
 
 def config_of(name: str, **options) -> AttentionConfig:
@@ -153,12 +157,16 @@ def seen_by(config: AttentionConfig, length: int) -> torch.Tensor:
     return seen & torch.tensor([[(a // 128, b // 128) in pairs for b in range(length)] for a in range(length)])
 
 
+@pytest.mark.parametrize("length", [40, 128, 400, 512])
+def test_what_a_variant_computes_is_counted(length):
+    """The share of causal pairs, by which FLOPs are counted, against the pairs one by one."""
+    for config in SPARSE:
+        assert kept_share(config, length) == pytest.approx(seen_by(config, length).sum() / (length * (length + 1) / 2))
+    assert kept_share(AttentionConfig("flash2"), length) == 1
+
+
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    "config",
-    [AttentionConfig("local", window=70), AttentionConfig("block_sparse", pattern="butterfly")],
-    ids=lambda config: config.name,
-)
+@pytest.mark.parametrize("config", SPARSE, ids=lambda config: config.name)
 def test_sparse_variants_are_attention_among_the_pairs_they_keep(config, device):
     """Forward and backward at four blocks, the last not filled, of which the butterfly leaves one out; then the last
     token alone, as in sampling."""

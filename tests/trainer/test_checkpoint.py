@@ -34,6 +34,7 @@ from trainer.checkpoint import (
     set_rng_state,
 )
 from trainer.optimizer import OptimizerConfig, build_optimizer, optimizer_step
+from trainer.sharded import ShardedCheckpoints
 from trainer.state import TrainState, check_resumable
 
 SHAPE = ModelConfig(n_layer=1, n_head=2, n_embd=32, context_length=8, vocab_size=65, dropout=0.1)
@@ -253,6 +254,53 @@ def test_folders_go_as_files_do_and_the_one_that_best_links_to_stays(tmp_path):
     checkpoints.save(50, small(50))
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["best.pt", "step-00000040.pt", "step-00000050.pt"]
+
+
+def test_a_copy_of_a_run_has_a_folder_for_the_link_to_the_best_which_gives_way(tmp_path):
+    """As cp -rL leaves it: the next best one ended the run."""
+    best = tmp_path / "best"
+    best.mkdir()
+    (best / "rest.pt").write_bytes(b"")
+    Checkpoints(tmp_path, keep=2).save_best(small(5))
+    assert [path.name for path in tmp_path.iterdir()] == ["best.pt"]
+    (tmp_path / "best.pt").unlink()
+    best.mkdir()
+    sharded(tmp_path)._name(partial_of(tmp_path, 6, b"new"), tmp_path / "step-00000006", is_best=True)
+    assert best.is_symlink() and best.resolve() == tmp_path / "step-00000006"
+
+
+def test_a_kill_between_two_names_leaves_a_checkpoint(tmp_path, monkeypatch):
+    """A folder that is written anew: the one before had no name that counts until the other had it."""
+    path, rename = tmp_path / "step-00000006", os.rename
+    partial_of(tmp_path, 6, b"old").rename(path)
+
+    def killed(source, target):
+        if source.suffix == ".partial":
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "rename", killed)
+        sharded(tmp_path)._name(partial_of(tmp_path, 6, b"new"), path, is_best=False)
+    assert (find(tmp_path) / "rest.pt").read_bytes() == b"old"
+    sharded(tmp_path)._name(partial_of(tmp_path, 6, b"newer"), path, is_best=False)
+    assert find(tmp_path) == path and (path / "rest.pt").read_bytes() == b"newer"
+    assert [path.name for path in tmp_path.iterdir() if path.suffix != ".partial"] == ["step-00000006"]
+
+
+def sharded(folder: Path) -> ShardedCheckpoints:
+    """Those of a run, which here only give names: of a process that has no others to talk to."""
+    checkpoints = ShardedCheckpoints.__new__(ShardedCheckpoints)
+    Checkpoints.__init__(checkpoints, folder, keep=2)
+    return checkpoints
+
+
+def partial_of(folder: Path, step: int, content: bytes) -> Path:
+    """What a folder is before it has its name."""
+    path = folder / f"step-{step:08d}.partial"
+    path.mkdir(exist_ok=True)
+    (path / "rest.pt").write_bytes(content)
+    return path
 
 
 def test_what_was_just_saved_stays_in_a_folder_that_has_later_steps(tmp_path):

@@ -282,7 +282,7 @@ def test_readmes_script_for_slurm_saves_and_is_queued_again(tmp_path, monkeypatc
     script = re.search(
         r" {4}#SBATCH --requeue --signal=B:TERM.*?exit \$code\n", (ROOT / "README.md").read_text(), re.DOTALL
     )
-    tiny = f"{ROOT / 'train.py'} {' '.join(TINY)} hydra.run.dir=out train.max_steps=100000"
+    tiny = f"{ROOT / 'train.py'} {' '.join(TINY)} train.max_steps=100000"
     launcher = f"{sys.executable} -m torch.distributed.run --standalone"
     changes = {"torchrun": launcher, "train.py": tiny, "--nproc_per_node=8": "--nproc_per_node=2"}
     text = re.sub("|".join(changes), lambda found: changes[found[0]], textwrap.dedent(script[0]))
@@ -292,14 +292,14 @@ def test_readmes_script_for_slurm_saves_and_is_queued_again(tmp_path, monkeypatc
     variables = os.environ | variables | {"OMP_NUM_THREADS": "1"}
     job = subprocess.Popen(["bash", "-c", text], env=variables, start_new_session=True)
     try:
-        wait_for_step(5, "out", job)
+        wait_for_step(5, "runs/a", job)
         job.terminate()
         assert job.wait(timeout=60) != 0
     finally:
         with suppress(ProcessLookupError):
             os.killpg(job.pid, signal.SIGKILL)
     assert Path("queued").read_text() == "requeue 7\n"
-    assert checkpoint.load("runs/a")["step"] == curve("out")[-1][0]
+    assert checkpoint.load("runs/a")["step"] == curve("runs/a")[-1][0]
 
 
 @pytest.mark.parametrize(

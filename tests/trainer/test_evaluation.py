@@ -20,7 +20,7 @@ from data.tokenizers import get_tokenizer
 from data.tokens import TokenWriter
 from errors import UserError
 from model.attention import VARIANTS
-from tests.e2e import run
+from tests.e2e import run, train
 from trainer.evaluation import EvaluationConfig, count_words, perplexity, score, windows
 
 pytest_plugins = ["tests.e2e"]
@@ -138,6 +138,20 @@ def test_a_checkpoint_of_ours_is_evaluated_on_all_its_tokens(tmp_path, trained):
     data = "data=tokens", f"data.dir={trained.parent / 'tokens'}", "data.tokenizer=byte"
     result, _ = evaluated(tmp_path, f"checkpoint={trained}", *data)
     assert 0 < result["val/loss"] < 5 and result["context"] == 32
+
+
+def test_a_model_trained_in_a_window_is_not_scored_without_it(tmp_path, workplace):
+    """Nor sampled. Its perplexity was another then, and nothing told."""
+    window = "attention=local", "attention.window=4"
+    train("run", *window, "train.max_steps=2").ok()
+    data = "checkpoint=run", "data=tokens", "data.dir=tokens", "data.tokenizer=byte"
+    evaluated(tmp_path, *data, *window)
+    for attention in (("attention=flash2",), ("attention=local", "attention.window=8")):
+        outcomes = run("train.py", "eval_only=true", *data, *attention), run("sample.py", data[0], *attention)
+        for outcome in outcomes:
+            assert outcome.code == 2
+            assert "checkpoint=run was trained with attention=local attention.window=4, and" in outcome.err
+    assert "trained with attention=local attention.window=4" in run("export.py", data[0], "to=exported").ok().out
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ def test_gpt2_124m_by_hand():
     assert n_params == 123_653_376
     assert model_flops_per_token(n_params, 12, 768, 1024) == 741_920_256 + 113_246_208 == 855_166_464
     assert model_flops_per_token(n_params, 12, 768, 1024, causal=True) == 741_920_256 + 56_623_104 == 798_543_360
+    assert model_flops_per_token(n_params, 12, 768, 1024, kept=0.25) == 741_920_256 + 28_311_552
 
 
 def test_the_papers_throughput_in_tokens_becomes_their_tflops():
