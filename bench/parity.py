@@ -6,14 +6,17 @@ import re
 import statistics
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
 from bench.command_line import output_file
 from bench.results_file import ROOT, environment, results_folder, write
 from errors import UserError, refusing
+from model.attention import VARIANTS as ATTENTIONS
 
 VARIANTS = ("naive", "sdpa", "flash2")
 TOLERANCE = 0.02  # nats between the final validation losses
@@ -31,9 +34,26 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tolerance", type=float, default=TOLERANCE, help="nats between the final validation losses")
     parser.add_argument("--steps", type=int, default=600, help="optimizer steps of each run")
     parser.add_argument("--gpu", help="folder under bench/results; by default made of the device's name")
-    parser.add_argument("--work", type=Path, default=Path("outputs/parity"), help="folder of the runs")
+    parser.add_argument("--work", type=Path, help="folder of the runs; by default a new one in outputs")
     parser.add_argument("--out", type=output_file, help="file to write instead of bench/results/<gpu>/parity.json")
-    return parser.parse_args()
+    return parser.parse_intermixed_args()
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """UserError where a run could not be made, or its figures not be had; before the first of them takes its time."""
+    for variant in arguments.variants.split(","):
+        if (attention := variant.partition(":")[0]) not in ATTENTIONS:
+            raise UserError(f"--variants names the attention {attention!r}; choose of {', '.join(ATTENTIONS)}")
+        if (folder := folder_of(variant, arguments)).exists():
+            raise UserError(f"{folder} has a run already; name another folder by --work")
+    if arguments.steps < 2:
+        raise UserError(f"--steps {arguments.steps} leaves no step to time after the first, which compiles; take 2")
+    if not torch.cuda.is_available() and "device=cpu" not in arguments.overrides:
+        raise UserError("bench.parity trains on a GPU, and torch finds none; device=cpu trains here, for hours")
+
+
+def folder_of(variant: str, arguments: argparse.Namespace) -> Path:
+    return arguments.work / re.sub(r"\W+", "-", variant)
 
 
 def train(variant: str, arguments: argparse.Namespace) -> Path:
@@ -43,7 +63,7 @@ def train(variant: str, arguments: argparse.Namespace) -> Path:
         UserError: the run failed.
     """
     attention, _, own = variant.partition(":")
-    folder = arguments.work / re.sub(r"\W+", "-", variant)
+    folder = folder_of(variant, arguments)
     settings = [
         f"attention={attention}",
         *([own] if own else []),
@@ -57,7 +77,6 @@ def train(variant: str, arguments: argparse.Namespace) -> Path:
         "train.eval_interval=100",
         "train.eval_tokens=360448",
         "optimizer.lr=6e-4",
-        "optimizer.min_lr=6e-5",
         "optimizer.warmup_steps=60",
         "checkpoint.interval=1000000",
         "train.sample_tokens=64",
@@ -118,6 +137,8 @@ def show(rows: list[dict]) -> None:
 @refusing()
 def main() -> None:
     arguments = parse()
+    arguments.work = arguments.work or Path(f"outputs/{datetime.now():%Y-%m-%d_%H-%M-%S}_parity")
+    check(arguments)
     out = arguments.out or results_folder(arguments.gpu) / "parity.json"
     rows = [summarise(variant, train(variant, arguments)) for variant in arguments.variants.split(",")]
     write(out, {"environment": environment(), "rows": rows})

@@ -7,10 +7,10 @@ import re
 import subprocess
 from collections.abc import Collection
 from datetime import date
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
-import triton
 
 from errors import UserError
 
@@ -26,7 +26,7 @@ def environment() -> dict:
         "cpu": platform.processor() or platform.machine(),
         "driver": _output(driver).partition("\n")[0] if cuda else None,
         "torch": torch.__version__,
-        "triton": triton.__version__,
+        "triton": _triton(),
         "commit": os.environ.get("GIT_COMMIT") or _output(["git", "-C", str(ROOT), "rev-parse", "HEAD"]),
         "date": date.today().isoformat(),
     }
@@ -99,6 +99,14 @@ def begin(out: Path | None, add: bool, columns: Collection[str]) -> dict:
     check_same(then, here, out, "without --add all is measured anew", any_commit=True)
     rows = [{"commit": then["commit"]} | row for row in results["rows"]]
     return results | {"environment": here, "rows": rows}
+
+
+def _triton() -> str | None:
+    """Triton's version; None where there is none, as it is for Linux alone."""
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return None
 
 
 def _output(command: list[str]) -> str:

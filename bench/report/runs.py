@@ -45,14 +45,17 @@ class Run:
 
     def seconds(self) -> list[float]:
         """Training time up to each row: its steps at the speed of the timing window they lie in, without compilation,
-        evaluation and saving, as the windows are. Empty where the run timed nothing."""
+        evaluation and saving, as the windows are. Of a run that continued another in a folder of its own, only what
+        it trained itself. Empty where the run timed nothing."""
         paces, pace = [], (self.finite("perf/step_ms") or [None])[-1]
         if pace is None:
             return []
         for row in reversed(self.rows):  # a window ends with the row that tells its speed
             pace = row.get("perf/step_ms") or pace
             paces.append(pace)
-        steps = pairwise([0, *(row["step"] for row in self.rows)])
+        first = self.rows[0]["step"]
+        began = max(first - int(self.settings.get("train.log_interval", first)), 0)
+        steps = pairwise([began, *(row["step"] for row in self.rows)])
         return list(
             accumulate((end - start) * ms / 1e3 for (start, end), ms in zip(steps, reversed(paces), strict=True))
         )

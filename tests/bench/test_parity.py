@@ -45,7 +45,7 @@ def compare(losses, tmp_path, monkeypatch):
     """bench.parity with runs that end in the given validation losses; returns the file that it writes."""
     out = tmp_path / "parity.json"
     monkeypatch.setattr(parity, "train", lambda variant, _: write_run(tmp_path / variant, [losses[variant]]))
-    monkeypatch.setattr("sys.argv", ["parity", "--variants", ",".join(losses), "--out", str(out)])
+    monkeypatch.setattr("sys.argv", ["parity", "--variants", ",".join(losses), "--out", str(out), "device=cpu"])
     try:
         parity.main()
     finally:
@@ -70,8 +70,37 @@ def test_a_run_that_fails_is_told_without_a_traceback_and_leaves_the_results(tmp
     """train.py has said its sentence by then."""
     out = tmp_path / "parity.json"
     monkeypatch.setattr(parity.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 2))
-    monkeypatch.setattr("sys.argv", ["parity", "--variants", "sdpa", "--out", str(out)])
+    monkeypatch.setattr("sys.argv", ["parity", "--variants", "sdpa", "--out", str(out), "device=cpu"])
     with pytest.raises(SystemExit) as ended:
         parity.main()
     assert ended.value.code == 2 and not out.exists()
     assert "error: train.py ended with status 2 for sdpa" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--variants", "naive,flash3"], "--variants names the attention 'flash3'; choose of naive, sdpa,"),
+        (["--variants", "sdpa,flash2:data.document_mask=true", "--work", "old"], "has a run already; name another"),
+        (["--steps", "1"], "--steps 1 leaves no step to time"),
+    ],
+    ids=["unknown attention", "old runs", "one step"],
+)
+def test_what_could_not_be_compared_is_refused_before_anything_is_trained(
+    arguments, sentence, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "old" / "flash2-data-document_mask-true", [4.0])
+    monkeypatch.setattr(parity, "train", lambda *_: pytest.fail("trained"))
+    monkeypatch.setattr("sys.argv", ["parity", "data=tokens", *arguments, "device=cpu", "--out", "rows.json"])
+    with pytest.raises(SystemExit) as ended:
+        parity.main()
+    assert ended.value.code == 2 and sentence in capsys.readouterr().err
+
+
+def test_without_a_gpu_nothing_is_trained_unasked(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(parity.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("sys.argv", ["parity", "--out", str(tmp_path / "rows.json")])
+    with pytest.raises(SystemExit) as ended:
+        parity.main()
+    assert ended.value.code == 2 and "torch finds none; device=cpu trains here" in capsys.readouterr().err

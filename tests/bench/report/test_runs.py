@@ -85,6 +85,12 @@ def test_training_time_is_that_of_the_steps_alone(write_run):
     assert runs[1].seconds() == []
 
 
+def test_a_run_that_continued_another_is_timed_from_where_it_began(write_run):
+    timed = {step: LOSS | {"perf/step_ms": 100.0} for step in (110, 120)}
+    (run,) = read_runs([str(write_run("later", timed, log_interval=10))])
+    assert run.seconds() == pytest.approx([1.0, 2.0])
+
+
 def test_settings_differ_only_where_they_are_known(write_run):
     folders = [write_run(name, {1: LOSS}, attention=name, max_steps=7) for name in ("naive", "sdpa", "flash2")]
     (folders[2] / "config.yaml").unlink()
