@@ -42,11 +42,18 @@ def results_folder(gpu: str | None) -> Path:
 
 
 def write(out: Path, results: dict) -> None:
-    """Replaces a results file as a whole."""
-    out.parent.mkdir(parents=True, exist_ok=True)
+    """Replaces a results file as a whole.
+
+    Raises:
+        UserError: the disk refuses it, and the file is as it was.
+    """
     partial = out.with_name(f"{out.name}.partial")
-    partial.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n")
-    partial.replace(out)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n")
+        partial.replace(out)
+    except OSError as error:
+        raise UserError(f"{out} cannot be written ({error.strerror}); make room, or name another file") from error
 
 
 def read_results(path: Path) -> dict:

@@ -59,6 +59,7 @@ def markdown(rows: list[dict]) -> str:
         for name, text in NAMES.items():
             row, peer = speeds.get((model, context, name)), speeds.get((model, context, "huggingface"))
             speed, base = speed_of(row), speed_of(peer)
+            of_speed, of_time = (at_least, at_most) if name == "flash2" else (at_most, at_least)
             lines.append(
                 [
                     model,
@@ -66,8 +67,8 @@ def markdown(rows: list[dict]) -> str:
                     figure_of(row, "tokens_per_second", ",.0f"),
                     figure_of(row, "tflops", ".0f"),
                     figure_of(row, "peak_gib", ".1f"),
-                    at_most(days(speed)) if speed else "-",
-                    at_least(speed / base) if speed and base else "-",
+                    of_time(days(speed)) if speed else "-",
+                    of_speed(speed / base) if speed and base else "-",
                     *([figure_of(perplexities.get((model, name)), "perplexity")] if perplexities else []),
                     *paper_columns(model, name),
                 ]

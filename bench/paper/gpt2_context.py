@@ -33,6 +33,7 @@ def markdown(rows: list[dict]) -> str:
     shortest = min((context for _, context, _ in speeds), default=1)
     for (model, context, name), row in sorted(speeds.items(), key=lambda item: (item[0][2] != BASE, item[0][1])):
         speed, base = speed_of(row), speed_of(speeds.get((model, shortest, BASE)))
+        of_speed, of_time = (at_least, at_most) if name == "flash2" else (at_most, at_least)
         theirs = PAPER.get((name, context // shortest)) if model == "gpt2" else None
         lines.append(
             [
@@ -40,8 +41,8 @@ def markdown(rows: list[dict]) -> str:
                 f"{context:,}",
                 figure_of(row, "tokens_per_second", ",.0f"),
                 figure_of(row, "tflops", ".0f"),
-                at_most(days(speed)) if speed else "-",
-                at_least(speed / base) if speed and base else "-",
+                of_time(days(speed)) if speed else "-",
+                of_speed(speed / base) if speed and base else "-",
                 *([theirs[0], *(f"{x:.1f}" for x in theirs[1:])] if theirs else ["-"] * 4),
             ]
         )

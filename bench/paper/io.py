@@ -18,6 +18,7 @@ from math import ceil
 
 import torch
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 from torch import Tensor
 
 from bench.attention import measure as measure_attention
@@ -29,7 +30,7 @@ from bench.paper.variants import attend, settings
 from bench.timing import Gpu
 from kernels.flash1.launch import tiles_for as flash1_tiles
 from kernels.flash2.blocks import BLOCK, listed
-from kernels.flash2.tiles import Tiles, length_bucket, specialised_for, tiles_for
+from kernels.flash2.tiles import QUERIES, Tile, Tiles, length_bucket, specialised_for, tiles_for
 from model.attention import read_pattern
 
 TITLE = "Bytes to and from HBM"
@@ -101,7 +102,7 @@ def flash1_keys(d: int) -> tuple[int, int]:
 
 
 def flash2_moves(n: int, d: int, arch: str, causal: bool) -> Bytes:
-    """kernels/flash2 at the tiles it runs with; under a causal mask it skips those that have no pair that is seen.
+    """kernels/flash2 at the tiles it runs with, Hopper's where they are; a causal mask skips tiles without a seen pair.
 
     Forward, each of ceil(n / B_r) programs reads its part of Q and all of K and V, and writes its part of O and the
     logsumexp. Backward by the plain kernels: O and dO give delta; each of ceil(n / B_c) programs reads its part of K
@@ -111,8 +112,11 @@ def flash2_moves(n: int, d: int, arch: str, causal: bool) -> Bytes:
     """
     row, stats, bucket = 2 * n * d, 4 * n, length_bucket(n)
     share = partial(share_of, "flash2", n) if causal else lambda m, n: 1.0
-    plain = plain_moves(n, d, tiles_for(arch, d, torch.bfloat16, causal, bucket), share)
-    fused = specialised_for("backward", d, causal, bucket) if arch == "sm_90" else None
+    tiles = tiles_for(arch, d, torch.bfloat16, causal, bucket)
+    forward, fused = (specialised_for(x, d, causal, bucket) if arch == "sm_90" else None for x in PASSES)
+    if forward:
+        tiles = tiles._replace(forward=Tile(QUERIES, forward.n, 8, forward.stages))
+    plain = plain_moves(n, d, tiles, share)
     if not fused:
         return plain
     prepare = 2 * row + stats + 2 * stats + 2 * row  # O, dO, logsumexp; both statistics and zeros in fp32
@@ -280,6 +284,7 @@ def pictures(rows: list[dict], where: str) -> dict[str, Figure]:
     """Bytes by each count as bars, time as dots: a row of panels for each length."""
     counted = [row for row in rows if "paper_bytes" in row]
     lengths = sorted({row["seq_len"] for row in counted}) or [0]
+    least = min((row[key] for row in counted for key in ("paper_bytes", "counted_bytes") if row[key]), default=1e9)
     figure = Figure(figsize=(10, 3.8 * len(lengths)), layout="constrained")
     panels = figure.subplots(len(lengths), len(PASSES), squeeze=False).flat
     for axes, (length, pass_) in zip(panels, product(lengths, PASSES), strict=True):
@@ -288,11 +293,14 @@ def pictures(rows: list[dict], where: str) -> dict[str, Figure]:
             heights = [sum(row[key] or 0 for key in keys) / 1e9 for row in shown]
             axes.bar([j + (i - 1) * 0.27 for j in range(len(shown))], heights, 0.27, label=text)
         axes.set_xticks(range(len(shown)), [label(row) for row in shown], rotation=30, ha="right")
-        axes.set(ylabel="GB", title=f"{pass_}, {length:,} tokens, {where}")
+        axes.set(ylabel="GB", yscale="log", title=f"{pass_}, {length:,} tokens, {where}")
+        axes.set_ylim(bottom=least / 4e9)  # of all panels, so that their bars compare
         times = axes.twinx()
         times.plot([row["ms"] or float("nan") for row in shown], "D", color="black", label="ms")
-        times.set(ylabel="ms (diamonds)")
-        times.set_ylim(bottom=0)
+        times.set(ylabel="ms (diamonds)", yscale="log")
+        for axis in (axes.yaxis, times.yaxis):
+            axis.set_major_formatter("{x:g}")
+            axis.set_minor_formatter(NullFormatter())
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(BARS), frameon=False)
     return {"": figure}
 

@@ -44,6 +44,7 @@ TABLES = {
     "scaling": scaling,
 }
 SMOKE_FOLDER = Path("outputs/paper-smoke")
+SHORT = 40  # lines of a table that is shown when it is done
 PERIOD_S = 3600  # over which the speed of the cells is averaged for the time that remains
 
 
@@ -56,6 +57,7 @@ def run(config: PaperConfig) -> None:
     """
     names, commit = chosen_tables(config), environment()["commit"]
     folder = destination(config)
+    check_writable(folder, names)
     if not config.resume:
         set_aside([folder / f"paper-{name}.json" for name in names])
     results = {name: begin(folder / f"paper-{name}.json", config) for name in names}
@@ -82,6 +84,8 @@ def run(config: PaperConfig) -> None:
             finally:  # however it ends, the pages are those of the results
                 if results[name]["rows"]:
                     publish(name, results[name], folder)
+            if (made := TABLES[name].markdown(results[name]["rows"])).count("\n") <= SHORT:
+                say(f"\n{made}\n", markup=False)
             say(f"{name}: written to {folder / f'paper-{name}'}.*")
     if failed := sum(row["status"] == "failed" for name in names for row in results[name]["rows"]):
         print(f"{failed} of the rows failed; without resume=false the same command tries them again", file=sys.stderr)
@@ -134,6 +138,38 @@ def destination(config: PaperConfig) -> Path:
     return results_folder(config.gpu)
 
 
+def check_writable(folder: Path, names: list[str]) -> None:
+    """UserError where the results could not be written, before any is measured."""
+    remedy = "mend that, or move it away"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder}, where the results go, cannot be made ({error.strerror}); {remedy}") from error
+    files = [path for name in names for path in folder.glob(f"paper-{name}.*")]
+    for path in (folder, *files):
+        if path.is_file() == (path == folder) or not os.access(path, os.W_OK):
+            raise UserError(f"{path}, where results go, cannot be written; {remedy}")
+
+
+def read_table(path: Path) -> dict:
+    """The results of a table from its file, of which its page can be made.
+
+    Raises:
+        UserError: they cannot be read, or bench.paper did not write them so.
+    """
+    results = read_results(path)
+    try:
+        if not {row["status"] for row in results["rows"]} <= {"ok", "oom", "failed"}:
+            raise ValueError("a row has no status that there is")
+        page(path.stem.removeprefix("paper-"), results)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise UserError(
+            f"{path} is not as bench.paper wrote it ({why}); put it back, or resume=false measures all anew"
+        ) from error
+    return results
+
+
 def begin(path: Path, config: PaperConfig) -> dict:
     """The results that a file holds, or new ones.
 
@@ -144,7 +180,7 @@ def begin(path: Path, config: PaperConfig) -> dict:
     here = environment()
     if not path.is_file():
         return {"environment": here, "size": config.size, "rows": []}
-    results = read_results(path)
+    results = read_table(path)
     remedy = "resume=false measures all anew, and any_commit=true adds to results of another commit"
     check_same(results["environment"], here, path, remedy, config.any_commit)
     return results

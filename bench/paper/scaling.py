@@ -80,7 +80,8 @@ def markdown(rows: list[dict]) -> str:
         both = zip(*map(slopes, curves.values()), strict=True)
         lines += [[text, *found] for text, found in zip(("slope", "slope of the last two"), both, strict=True)]
         header = [name, *(f"`{v}` {p}" for v, p in curves)]
-        parts.append(f"{fixed_text(rows, axis)}\n\n{table(header, lines)}")
+        about = f"Against {AXES[axis]}, with {fixed_text(rows, axis)} and heads of {HEAD_DIM}:"
+        parts.append(f"{about}\n\n{table(header, lines)}")
     note = (
         "Milliseconds in bf16 with a causal mask, each first held to the fp64 reference. A slope is the exponent of "
         "the power of length, heads or batch that the milliseconds follow, by least squares of the logarithms: work "
@@ -95,8 +96,7 @@ def markdown(rows: list[dict]) -> str:
 def fixed_text(rows: list[dict], axis: str) -> str:
     """What stays while `axis` grows."""
     row = next((row for row in rows if row["grows"] == axis and "seq_len" in row), None)
-    kept = ", ".join(f"{name} {row[key]:,}" for key, name in AXES.items() if key != axis) if row else "-"
-    return f"Against {AXES[axis]}, with {kept} and heads of {HEAD_DIM}:"
+    return ", ".join(f"{name} {row[key]:,}" for key, name in AXES.items() if key != axis) if row else "-"
 
 
 def pictures(rows: list[dict], where: str) -> dict[str, Figure]:
@@ -113,6 +113,8 @@ def pictures(rows: list[dict], where: str) -> dict[str, Figure]:
                     axes.plot(list(points), list(points.values()), line, **look)
         axes.set(xlabel=name, ylabel="ms")
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.16))
-    figure.suptitle(where)
+        axes.set_title(fixed_text(rows, axis), fontsize="medium")
+        if axes.lines:
+            axes.legend(frameon=False, fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.16))
+    figure.suptitle(f"{where}, heads of {HEAD_DIM}")
     return {"": figure}

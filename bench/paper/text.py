@@ -14,12 +14,12 @@ def table(header: Sequence[str], lines: Sequence[Sequence[str]], left: int = 1) 
 
 
 def at_least(x: float) -> str:
-    """Two decimals, rounded down: for speeds."""
+    """Two decimals, rounded down: for speeds of ours, and times of others."""
     return f"{math.floor(100 * x) / 100:.2f}"
 
 
 def at_most(x: float) -> str:
-    """Two decimals, rounded up: for times."""
+    """Two decimals, rounded up: for times of ours, and speeds of others."""
     return f"{math.ceil(100 * x) / 100:.2f}"
 
 

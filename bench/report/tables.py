@@ -125,6 +125,8 @@ def read_results(place: str) -> list[Table]:
     """
     folder = Path(place)
     files = sorted(folder.rglob("*.json"))
+    if not folder.exists():
+        raise UserError(f"results={place} does not exist; give a folder with JSON files of bench, see bench/results")
     if not files:
         raise UserError(f"results={place} holds no results; give a folder with JSON files of bench, see bench/results")
     return [table for file in files for table in read_file(file, str(file.relative_to(folder).with_suffix("")))]
@@ -137,7 +139,7 @@ def read_file(path: Path, name: str) -> list[Table]:
         content = json.loads(path.read_text())
         parts = {key: value for key, value in content.items() if isinstance(value, list)}
         about = content["environment"] | {key: v for key, v in content.items() if not isinstance(v, list | dict)}
-        titles = {key: name if key == "rows" else f"{name}, {key}" for key in parts}
+        titles = {key: name if key == "rows" or Path(name).name == key else f"{name}, {key}" for key in parts}
         return [table_of(rows, titles[key], about) for key, rows in parts.items()]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"{path} is no results file of bench; move it away, or name another folder") from error

@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels.dropout import threshold
 from kernels.flash2.options import Options
-from kernels.flash2.tiles import SpecialisedForward, split_head_dim
+from kernels.flash2.tiles import QUERIES, SpecialisedForward, split_head_dim
 from kernels.flash2.triton_kernels import natural_logsumexp
 from kernels.launcher import descriptor, launch
 from kernels.warpgroups import multiprocessors, release, ring, signature_of
@@ -37,7 +37,7 @@ LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
 CONSUMERS: gl.constexpr = gl.constexpr(2)  # warpgroups
 THREADS: gl.constexpr = gl.constexpr(128)  # of one consumer
 ROWS: gl.constexpr = gl.constexpr(64)  # of one consumer: the M of wgmma
-M: gl.constexpr = gl.constexpr(128)  # of all consumers
+M: gl.constexpr = gl.constexpr(QUERIES)  # of all consumers
 CONSUMER_REGISTERS = 240  # of a thread, which leaves the producer the least there is
 PRODUCER_REGISTERS = 24
 

@@ -38,6 +38,9 @@ class Tiles(NamedTuple):
 FP32_TILES = Tiles(*[Tile(32, 32, 4, 1)] * 3)  # fp32 is computed without tensor cores, in small tiles
 
 
+QUERIES = 128  # rows of a query tile of hopper_forward's kernel
+
+
 class SpecialisedForward(NamedTuple):
     """How hopper_forward's kernel is launched."""
 

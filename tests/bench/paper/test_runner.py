@@ -162,6 +162,37 @@ def test_results_of_another_commit_are_refused_and_kept(measured, monkeypatch):
     assert RESULTS.read_text() == before and len(measured.letters) == 3
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda results: results.pop("rows"),
+        lambda results: results.pop("size"),
+        lambda results: results["rows"][0].pop("status"),
+        lambda results: results["rows"].append("a row"),
+        lambda results: results["rows"][1].update(n=None),
+    ],
+    ids=["no rows", "no size", "no status", "no row", "a figure that is none"],
+)
+def test_damaged_results_are_refused_before_anything_is_measured(measured, monkeypatch, change):
+    monkeypatch.setattr(runner.TABLES["letters"], "markdown", lambda rows: str(sum(row["n"] for row in rows)))
+    runner.run(SMOKE)
+    results = json.loads(RESULTS.read_text())
+    change(results)
+    RESULTS.write_text(json.dumps(results))
+    with pytest.raises(UserError, match=r"paper-letters\.json is not as bench\.paper wrote it .* resume=false"):
+        runner.run(SMOKE)
+    assert json.loads(RESULTS.read_text()) == results and len(measured.letters) == 3
+
+
+@pytest.mark.parametrize("blocked", [runner.SMOKE_FOLDER, RESULTS.with_suffix(".md")], ids=["folder", "page"])
+def test_results_that_could_not_be_written_are_not_measured(measured, blocked):
+    blocked.parent.mkdir(parents=True)
+    blocked.touch() if blocked == runner.SMOKE_FOLDER else blocked.mkdir()
+    with pytest.raises(UserError, match=f"{re.escape(str(blocked))}, where (the )?results go, cannot be"):
+        runner.run(SMOKE)
+    assert measured.letters == []
+
+
 def test_what_is_missing_is_added_to_another_commits_results_if_asked_for(measured, monkeypatch):
     whole = runner.measure
     monkeypatch.setenv("GIT_COMMIT", "first")
