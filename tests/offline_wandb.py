@@ -22,7 +22,7 @@ def read(folder: Path | str) -> SimpleNamespace:
     """
     (path,) = Path(folder).glob("wandb/offline-run-*/run-*.wandb")
     history, step_metrics, run = [], {}, None
-    for _ in range(50):  # wandb's own process may still write when the run has finished here
+    for _ in range(600):  # wandb's own process may still write when the run has finished here
         found = list(records(path.read_bytes()))
         if any(record.WhichOneof("record_type") == "exit" for record in found):
             break

@@ -206,8 +206,9 @@ def test_a_terminal_that_is_gone_ends_no_run(workplace):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TERM": "xterm", "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen([sys.executable, ROOT / "train.py", *settings], stdout=end, stderr=end, env=environment)
     os.close(end)
-    while b"first step in" not in os.read(terminal, 4096):
-        pass
+    told = b""
+    while b"first step in" not in told:
+        told += os.read(terminal, 4096)
     os.close(terminal)
     assert process.wait(timeout=60) == 0
     assert load(find("run"))["step"] == curve("run")[-1][0] == 20
@@ -457,7 +458,7 @@ sys.exit(os.waitpid(pid, 0)[1])
 @pytest.mark.parametrize("times", [4, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
 def test_run_killed_again_and_again_ends_as_if_it_had_not_been(workplace, times, beside):
     """Whether its checkpoints are written beside training or while it waits."""
-    last = 4 * times
+    last = 8 * times
     settings = (f"train.max_steps={last}", "checkpoint.interval=1", "model.dropout=0.2")
     settings += (f"checkpoint.asynchronous={beside}",)
     train("whole", *settings).ok()

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -433,7 +432,7 @@ FAULT = """
 import sys, time, torch
 from trainer.distributed import join
 try:
-    with join("ddp", "cpu", timeout_s=3) as world:
+    with join("ddp", "cpu", timeout_s=10) as world:
         world.sum(torch.ones(()))
         if world.rank == 1:
             {fault}
@@ -447,16 +446,15 @@ except Exception as error:
     ("fault", "sentences"),
     [
         ("raise ValueError('no disk')", ["ValueError of process 1: no disk"]),
-        ("time.sleep(60)", ["process 0 of 2 lost another, or waited for it for more than train.timeout_s=3"]),
+        ("time.sleep(60)", ["process 0 of 2 lost another, or waited for it for more than train.timeout_s=10"]),
     ],
     ids=["it fails", "it stands still"],
 )
 def test_one_process_that_fails_ends_the_job_with_its_error_shown(tmp_path, fault, sentences):
     (tmp_path / "job.py").write_text(FAULT.format(fault=fault))
-    began = time.monotonic()
     job = torchrun(2, str(tmp_path / "job.py"))
-    _, err = ended(job, timeout_s=50)
-    assert job.returncode != 0 and time.monotonic() - began < 50
+    _, err = ended(job, timeout_s=100)  # within which it ends
+    assert job.returncode != 0
     assert [sentence for sentence in sentences if sentence not in err] == []
 
 
@@ -483,7 +481,7 @@ def sweep_by_two(tmp_path: Path, monkeypatch, ranks: str, call: int, function: s
     (tmp_path / "job.py").write_text(script)
     options = "-m", *TINY, "hydra.sweep.dir=sweep", "train.seed=1,2", *overrides
     job = torchrun(2, str(tmp_path / "job.py"), *options)
-    _, err = ended(job, timeout_s=90)
+    _, err = ended(job)
     return job.returncode, err
 
 
@@ -503,7 +501,7 @@ def test_a_job_of_a_sweep_in_which_all_processes_fail_leaves_the_others(tmp_path
 )
 def test_an_error_of_one_process_alone_ends_a_sweep(tmp_path, monkeypatch, rank, call, function):
     """Or it would begin the next job, and take what the others say in this one for a part of that."""
-    options = "train.timeout_s=5", "train.sample_tokens=5"
+    options = "train.timeout_s=10", "train.sample_tokens=5"
     code, err = sweep_by_two(tmp_path, monkeypatch, rank, call, function, *options)
     assert code != 0 and err.count("RuntimeError: of what is no user's to mend") == 1
     assert "the sweep ends: not all processes failed in" in err
