@@ -102,6 +102,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=positive, default=3, help="runs of each (3)")
     parser.add_argument("--out", type=output_file, default=ROOT / "bench" / "results" / "cpu" / "prepare.json")
     arguments = parser.parse_args()
+    if other := next((file for file in find_files(arguments.source) if file.suffix != ".parquet"), None):
+        raise UserError(f"--source {arguments.source} has {other}, and nanoGPT's way is for .parquet; name such files")
     rows = measure(arguments.source, arguments.workers, arguments.rounds)
     speed = rows[0]["tokens_per_second"] / rows[1]["tokens_per_second"]
     for row in rows:

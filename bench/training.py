@@ -273,7 +273,7 @@ def run(arguments: argparse.Namespace) -> None:
             builder(trainer, arguments)
     available(arguments.fa3_library)  # refused here, if it is to be
     if not torch.cuda.is_available():
-        raise UserError("bench.training measures GPUs and finds none")
+        raise UserError("bench.training measures a GPU, and torch finds none; run it where there is one")
     out = arguments.out or (results_folder(arguments.gpu) / "training.json" if is_whole(arguments) else None)
     torch.backends.cuda.matmul.allow_tf32 = True  # as nanoGPT sets it
     torch._dynamo.config.automatic_dynamic_shapes = False  # each micro-batch is compiled for itself

@@ -336,6 +336,24 @@ def test_tuned_tiles_are_attention(head_dim, deterministic, dropout_p):
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
 @pytest.mark.parametrize("causal", [False, True])
+def test_the_logsumexp_and_its_gradient_are_fp64s_by_every_kernel_of_the_gpu(head_dim, causal):
+    """Of what Hopper's compute no other test saw the one, nor the sign of the other."""
+    case = Case(1, seq_q=1500, seq_k=1500, heads=4, kv_heads=2, head_dim=head_dim, causal=causal, dtype=BF16)
+    inputs = draw(case, "cuda")
+    q, k, v = (x.clone().requires_grad_() for x in inputs[:3])
+    out, logsumexp = flash2(q, k, v, causal=causal, return_lse=True)
+    dlogsumexp = 3 * torch.randn_like(logsumexp)
+    grads = torch.autograd.grad((out, logsumexp), (q, k, v), (inputs[3], dlogsumexp))
+    visible = visible_keys(case, None, []).to("cuda")
+    expected, wanted, *exact = written_out(case, inputs, visible, dlogsumexp)
+    assert (logsumexp.double() - wanted).abs().max() < 1e-4
+    for got, want in zip((out, *grads), (expected, *exact), strict=True):
+        assert (got.double() - want).norm() < 1e-2 * want.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
+@pytest.mark.parametrize("causal", [False, True])
 def test_gradients_over_many_tiles_are_attentions(head_dim, causal):
     """Programs walk over more tiles than their rings have slots, of a length that nothing divides."""
     case = Case(2, seq_q=2001, seq_k=2001, heads=16, kv_heads=8, head_dim=head_dim, causal=causal, dtype=BF16)
@@ -556,16 +574,20 @@ def test_programs_that_walk_over_many_tiles_end(head_dim, causal):
 
 
 @pytest.mark.gpu
-def test_cuda_graphs_replay_it():
-    case = Case(seq_q=128, seq_k=128, dtype=BF16)
-    q, k, v, _ = draw(case, "cuda")
-    expected = flash2(q, k, v, causal=True)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_cuda_graphs_replay_both_passes(head_dim):
+    """Of Hopper's kernels too, which all pass from 1,025 tokens on; deterministic, so as to compare bits."""
+    case = Case(1, seq_q=1200, seq_k=1200, head_dim=head_dim, dtype=BF16)
+    inputs = draw(case, "cuda")
+    attend = lambda q, k, v: flash2(q, k, v, causal=True, deterministic=True)  # noqa: E731
+    expected = outcome(attend, *inputs)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = flash2(q, k, v, causal=True)
-    out.zero_()
+        found = outcome(attend, *inputs)
+    for x in found:
+        x.zero_()
     graph.replay()
-    assert torch.equal(out, expected)
+    assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.gpu
