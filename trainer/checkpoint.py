@@ -134,8 +134,9 @@ class Checkpoints:
         What the disk does not let go of is told once, and tried again after the next save.
         """
         best = (self.folder / "best").resolve()  # a link to one of the folders
-        outdated = [old for old in _all(self.folder) if _step(old) <= step][: -self.keep]
-        for old in (*outdated, *self.folder.glob("*.partial")):
+        replaced = [path for path in self.folder.glob(f"*{BEFORE}") if path.with_suffix("").exists()]
+        found = [path for path in _all(self.folder) if _step(path) <= step and path not in replaced]
+        for old in (*found[: -self.keep], *replaced, *self.folder.glob("*.partial")):
             if old.resolve() == best:
                 continue
             try:

@@ -97,14 +97,13 @@ class ShardedCheckpoints(BackgroundCheckpoints):
             raise failures[0] if disk is None else self.refusal(path, disk) from error
 
     def _name(self, partial: Path, path: Path, is_best: bool) -> None:
-        """Gives what is whole the name of a checkpoint; one that has it counts until then, by another name."""
-        before = path.with_suffix(BEFORE)
+        """Gives what is whole the name of a checkpoint; one that has it counts by another name until it is pruned."""
         if path.exists():  # damaged, or of the same run, which continued it: another's would have been refused
+            before = path.with_suffix(BEFORE)
             remove(before)
             os.rename(path, before)
         os.rename(partial, path)
         sync_folder(self.folder)
-        remove(before)
         if is_best:
             link, best = self.folder / "best.partial", self.folder / "best"
             remove(link)

@@ -283,9 +283,12 @@ def test_a_kill_between_two_names_leaves_a_checkpoint(tmp_path, monkeypatch):
         patch.setattr(os, "rename", killed)
         sharded(tmp_path)._name(partial_of(tmp_path, 6, b"new"), path, is_best=False)
     assert (find(tmp_path) / "rest.pt").read_bytes() == b"old"
-    sharded(tmp_path)._name(partial_of(tmp_path, 6, b"newer"), path, is_best=False)
-    assert find(tmp_path) == path and (path / "rest.pt").read_bytes() == b"newer"
-    assert [path.name for path in tmp_path.iterdir() if path.suffix != ".partial"] == ["step-00000006"]
+    checkpoints = sharded(tmp_path)
+    for content in (b"newer", b"newest"):
+        checkpoints._name(partial_of(tmp_path, 6, content), path, is_best=False)
+        assert find(tmp_path) == path and (path / "rest.pt").read_bytes() == content
+    checkpoints.prune(6)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000006"]
 
 
 def sharded(folder: Path) -> ShardedCheckpoints:
