@@ -80,8 +80,6 @@ def launch(
     def job(config: DictConfig) -> None:
         nonlocal composed
         composed = True
-        # What is refused ends the program here, or Hydra would print the overrides before the sentence. In a sweep
-        # nothing is raised, as Hydra would skip what comes after the jobs.
         try:
             typed = to_typed(config)
             for text in texts:
@@ -90,21 +88,8 @@ def launch(
             if started()[0]:  # the outputs are in the first process's folder
                 _remove_if_empty(output_dir())
         except Exception as error:
-            sentence, of_slurm = sentence_of(error), is_of_submitit()
-            if sentence is None and (of_slurm or not is_sweep()):
-                raise
-            if sentence is not None:
-                _remove_if_empty(output_dir())
-                if not is_sweep():
-                    _refuse(sentence)
-                if of_slurm:  # the sweep is in another process, which learns it so
-                    raise UserError(f"{sentence} (job {job_name()})") from error
+            _tell_of_job(error)
             failed.append(output_dir().name)
-            name = job_name()
-            told = f"{sentence} (job {name})" if sentence else f"the job {name} broke off:\n{traceback.format_exc()}"
-            print(f"error: {told}", file=sys.stderr)
-            if not failed_in_all(error, HydraConfig.get().job.num):  # others are in another, and would mistake this one
-                _refuse(f"the sweep ends: not all processes failed in the job {name}, as this one did")
 
     try:
         job()
@@ -117,6 +102,28 @@ def launch(
         _refuse(sentence or explain(error))  # of what it cannot compose Hydra lets a ValueError through, and others
     if failed:
         _refuse(f"of the sweep these jobs failed, as told above: {', '.join(failed)}")
+
+
+def _tell_of_job(error: Exception) -> None:
+    """Tells why a job of a sweep failed, and returns if the others are to run.
+
+    What is refused ends the program here, or Hydra would print the overrides before the sentence. In a sweep nothing is
+    raised, as Hydra would skip what comes after the jobs; but in the process of Slurm's that has one of them.
+    """
+    sentence, of_slurm = sentence_of(error), is_of_submitit()
+    if sentence is None and (of_slurm or not is_sweep()):
+        raise error
+    if sentence is not None:
+        _remove_if_empty(output_dir())
+        if not is_sweep():
+            _refuse(sentence)
+        if of_slurm:  # the sweep is in another process, which learns it so
+            raise UserError(f"{sentence} (job {job_name()})") from error
+    name = job_name()
+    told = f"{sentence} (job {name})" if sentence else f"the job {name} broke off:\n{traceback.format_exc()}"
+    print(f"error: {told}", file=sys.stderr)
+    if not failed_in_all(error, HydraConfig.get().job.num):  # others are in another, and would mistake this one
+        _refuse(f"the sweep ends: not all processes failed in the job {name}, as this one did")
 
 
 def sentence_of(error: Exception) -> str | None:
