@@ -22,7 +22,7 @@ from model.attention import check_attention
 from model.generate import generate
 from model.gpt2 import GPT2, ModelConfig
 from trainer.anomalies import IN_A_ROW, Watch, are_finite, read_record
-from trainer.checkpoint import CheckpointError, Checkpoints
+from trainer.checkpoint import CheckpointError, Checkpoints, State
 from trainer.distributed import ALONE, World, join, started
 from trainer.evaluation import perplexity, score
 from trainer.folders import claimed, refuse_another_jobs
@@ -218,10 +218,9 @@ def validate(run: Run, model: nn.Module) -> dict[str, float]:
     metrics = evaluate(model, state.model.config, run.config, run.compute, run.tokens, run.stop)
     if metrics:
         state.evaluated = state.step
-    if (loss := metrics.get("val/loss", math.inf)) < (best := state.best_loss):
-        state.best_loss = loss
-        if attempt(run, is_best=True) is None:  # or none that is worse than this one would be saved any more
-            state.best_loss = best
+    if metrics.get("val/loss", math.inf) < state.best_loss:
+        state.best_loss = metrics["val/loss"]
+        attempt(run, is_best=True)
     return metrics
 
 
@@ -229,7 +228,7 @@ def save(run: Run) -> Path:
     """The checkpoint of the state, which is whole when this returns in any process.
 
     Raises:
-        CheckpointError: the disk refused it; in all processes alike.
+        CheckpointError: the disk refused it, or as sound_state says; in all processes alike.
     """
 
     def act() -> Path:
@@ -237,17 +236,27 @@ def save(run: Run) -> Path:
             run.checkpoints.settle()
         except CheckpointError as error:  # of what was under way, for which this one must not suffer
             run.log.message(str(error))
-        path = run.checkpoints.save(run.state.step, run.state.state_dict())
+        path = run.checkpoints.save(run.state.step, sound_state(run))
         run.checkpoints.settle()
         return path
 
     return run.compute.world.agreed(act)
 
 
+def sound_state(run: Run) -> State:
+    """The state to be saved.
+
+    Raises:
+        CheckpointError: weights are not finite, as a step of too high a rate leaves them; in all processes alike.
+    """
+    if run.compute.world.sum(torch.tensor(0 if are_finite(run.state.model) else 1)):
+        told = f"the weights are not finite after step {run.state.step}, and are not saved; lower optimizer.lr"
+        raise CheckpointError(f"{told}, and {run.checkpoints.remedy()}")
+    return run.state.state_dict()
+
+
 def told_of_saving(run: Run) -> str:
     """Saves the state of a run that ends early, and tells where, or why not."""
-    if run.compute.world.sum(torch.tensor(0 if are_finite(run.state.model) else 1)):
-        return f"The weights are not finite since an earlier step, and not saved; {run.checkpoints.remedy()}."
     try:
         return f"The state is saved in {save(run)}."
     except CheckpointError as error:
@@ -258,11 +267,11 @@ def attempt(run: Run, is_best: bool = False) -> Path | None:
     """Saves the state, or begins to when the save before it is done; None where the disk refused it.
 
     Raises:
-        CheckpointError: it refused this or the one before, and checkpoint.on_error=stop.
+        CheckpointError: it refused this or the one before, or as sound_state says, and checkpoint.on_error=stop.
     """
-    path, checkpoints, state = None, run.checkpoints, run.state
-    write = checkpoints.save_best if is_best else partial(checkpoints.save, state.step)
-    for act in (lambda: checkpoints.settle(before=state.step), lambda: write(state.state_dict())):
+    path, checkpoints, step = None, run.checkpoints, run.state.step
+    write = checkpoints.save_best if is_best else partial(checkpoints.save, step)
+    for act in (lambda: checkpoints.settle(before=step), lambda: write(sound_state(run))):
         try:
             path = run.compute.world.agreed(act)  # or those that go on would wait for the one that does not
         except CheckpointError as error:
@@ -394,7 +403,7 @@ def replay(config: Config) -> None:
     compute, folder = choose_compute(config.device, asked), output_dir()
     tokens = open_tokens(settings.data)
     reset_process(settings.train, compute)
-    model, tokenizer = load_model(source, settings.attention, settings.train.activation_checkpointing)
+    model, tokenizer = load_model(source, settings.attention, settings.train.activation_checkpointing, any_pairs=True)
     model.to(compute.device)
     with build_loader(settings, compute, tokens, model) as loader:
         state = TrainState(model, build_optimizer(model, settings.optimizer), compute.grad_scaler(), loader, tokenizer)

@@ -206,7 +206,7 @@ def output_dir() -> Path:
 def is_output_dir_given() -> bool:
     """Whether the command line names that folder, which else is a new one at every start."""
     key = "hydra.sweep.dir" if is_sweep() else "hydra.run.dir"
-    return any(override.startswith(f"{key}=") for override in HydraConfig.get().overrides.hydra)
+    return any(override.lstrip("+").startswith(f"{key}=") for override in HydraConfig.get().overrides.hydra)
 
 
 def sweep_name() -> str | None:
@@ -242,12 +242,13 @@ def explain(error: Exception) -> str:
     if isinstance(cause, MissingMandatoryValue):
         return f"{_full_key(cause)} has no value; give it as {_full_key(cause)}=..."
     if isinstance(cause, ValidationError):
-        return f"{_full_key(cause)}: {_first_line(cause)}; what it takes stands beside its name, by conf/schema.py"
+        return f"{_full_key(cause)}: {_first_line(cause)}; see conf/schema.py and the dataclasses it names"
     if isinstance(cause, (ConfigKeyError, ConfigAttributeError)):
-        parent, key = cause.parent_node if isinstance(cause.parent_node, DictConfig) else {}, _full_key(cause)
-        known = [str(name) for name in parent if name != "hydra"]
-        groups = [group for group in known if isinstance(node := parent._get_node(group), DictConfig) and key in node]
-        return _no_setting(key, known, [f"{group}.{key}" for group in groups])
+        parent, key = cause.parent_node, _full_key(cause)
+        known = OmegaConf.to_container(parent) if isinstance(parent, DictConfig) else {}
+        known.pop("hydra", None)
+        groups = [group for group, settings in known.items() if isinstance(settings, dict) and key in settings]
+        return _no_setting(key, [str(name) for name in known], [f"{group}.{key}" for group in groups])
     if isinstance(error, OverrideParseException):
         return f"{error.override}: {_first_line(error)}; {HOW}"
     if 'not detect "srun"' in str(error):  # submitit's, away from a cluster

@@ -267,7 +267,7 @@ def kept_share(config: AttentionConfig, seq_len: int) -> float:
         kept = window * (window + 1) // 2 + (seq_len - window) * window
     elif config.pattern is not None:
         pattern = read_pattern(config.pattern, seq_len)
-        sizes = torch.arange(0, seq_len, BLOCK).sub(seq_len).neg().clamp(max=BLOCK)  # of blocks: the last may be ragged
+        sizes = (seq_len - torch.arange(0, seq_len, BLOCK)).clamp(max=BLOCK)  # of blocks: the last may be ragged
         pairs = (sizes[:, None] * sizes).tril(-1) + (sizes * (sizes + 1) // 2).diag()
         kept = pairs[pattern].sum().item()
     else:

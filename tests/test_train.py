@@ -197,14 +197,16 @@ def test_loss_that_is_not_finite_stops_the_run_with_finite_weights_saved(workpla
     assert curve("run")[-1] == (12,)
 
 
-def test_weights_that_are_not_finite_are_not_saved_as_if_they_were(workplace):
+@pytest.mark.parametrize("interval", [1, 100])
+@pytest.mark.parametrize("beside", ["true", "false"])
+def test_weights_that_are_not_finite_are_not_saved_as_if_they_were(workplace, interval, beside):
     """A step of such a rate leaves infinite ones, by which the next has a loss that is no number."""
     assert train("run", "train.max_steps=4", "checkpoint.interval=2").ok()
     resume = ("train.max_steps=9", "checkpoint.resume=run/checkpoints", "optimizer.lr=1e300")
-    outcome = train("run", *resume)
+    outcome = train("run", *resume, f"checkpoint.interval={interval}", f"checkpoint.asynchronous={beside}")
     assert outcome.code == 2
-    sentence = "not finite since an earlier step, and not saved; continue with checkpoint.resume="
-    assert re.search(rf"{sentence}\S+/run/checkpoints/step-00000004\.pt", outcome.err)
+    sentence = r"the weights are not finite after step [56], and are not saved; lower optimizer\.lr, and continue with"
+    assert re.search(rf"{sentence} checkpoint\.resume=\S+/run/checkpoints/step-00000004\.pt", outcome.err)
     assert sorted(path.name for path in Path("run/checkpoints").glob("step-*")) == [
         "step-00000002.pt",
         "step-00000004.pt",

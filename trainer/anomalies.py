@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 from statistics import median
 
+import torch
 from torch import nn
 
 from errors import UserError
@@ -21,7 +22,7 @@ OVERFLOWS = 40  # in a row, from a loss scale of 2^16 on: below, gradients vanis
 
 def are_finite(model: nn.Module) -> bool:
     """Whether all weights are, of which a process that holds a part sees that."""
-    return all(bool(local_part(parameter).isfinite().all()) for parameter in model.parameters())
+    return bool(torch.stack([local_part(parameter).isfinite().all() for parameter in model.parameters()]).all())
 
 
 class Watch:

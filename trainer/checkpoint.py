@@ -49,8 +49,8 @@ class CheckpointConfig:
     weights are split)."""
     resume: str | None = None
     """null starts afresh; auto continues the newest in checkpoint.dir, or starts where there is none; else a path. Of
-    a folder the newest that is whole is taken. For auto, checkpoint.dir or hydra.run.dir has to be given, but not to a
-    job that submitit puts back into the queue."""
+    a folder the newest that is whole is taken. For auto, checkpoint.dir or hydra.run.dir (hydra.sweep.dir with -m) has
+    to be given, but not to a job that submitit puts back into the queue."""
     asynchronous: bool | None = None
     """Write beside training, which then waits only for a copy in the host's memory, of 12 bytes a parameter; null is
     true on a GPU, false on a CPU, where both want the same cores. Always so with parallel=fsdp and hsdp."""

@@ -61,8 +61,8 @@ def load_resumed(config: "Config", folder: Path, is_given: bool, world: World) -
     if source == "auto":
         if not is_given and not is_of_submitit():  # whose jobs, queued again, have the same folder
             raise UserError(
-                "checkpoint.resume=auto needs a folder that is the same at every start; give hydra.run.dir=FOLDER for "
-                "all outputs, or checkpoint.dir=FOLDER for checkpoints alone"
+                "checkpoint.resume=auto needs a folder that is the same at every start; give hydra.run.dir=FOLDER, or "
+                "with -m hydra.sweep.dir=FOLDER, for all outputs, or checkpoint.dir=FOLDER for checkpoints alone"
             )
         source = world.from_first(folder if checkpoint.find(folder) else None)
     if source is None:

@@ -145,7 +145,7 @@ def check_writable(folder: Path, names: list[str]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{folder}, where the results go, cannot be made ({error.strerror}); {remedy}") from error
-    files = [path for name in names for path in folder.glob(f"paper-{name}.*")]
+    files = [path for name in names for path in folder.glob(f"paper-{name}[.-]*")]
     for path in (folder, *files):
         if path.is_file() == (path == folder) or not os.access(path, os.W_OK):
             raise UserError(f"{path}, where results go, cannot be written; {remedy}")

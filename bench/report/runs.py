@@ -45,8 +45,8 @@ class Run:
 
     def seconds(self) -> list[float]:
         """Training time up to each row: its steps at the speed of the timing window they lie in, without compilation,
-        evaluation and saving, as the windows are. Of a run that continued another in a folder of its own, only what
-        it trained itself. Empty where the run timed nothing."""
+        evaluation and saving, as the windows are. Of a run that continued another in a folder of its own, from one
+        train.log_interval before its first row on. Empty where the run timed nothing."""
         paces, pace = [], (self.finite("perf/step_ms") or [None])[-1]
         if pace is None:
             return []

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -151,6 +152,9 @@ def test_a_model_trained_in_a_window_is_not_scored_without_it(tmp_path, workplac
         for outcome in outcomes:
             assert outcome.code == 2
             assert "checkpoint=run was trained with attention=local attention.window=4, and" in outcome.err
+    resumed = "checkpoint.resume=run/checkpoints", "train.max_steps=9", "optimizer.lr=1e300", "attention=flash2"
+    replay = re.search(r"replay=\S+", train("later", *resumed).err)[0]
+    run("train.py", replay, data[0]).ok()  # the attention is that of the step
     assert "trained with attention=local attention.window=4" in run("export.py", data[0], "to=exported").ok().out
 
 
