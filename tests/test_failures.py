@@ -165,6 +165,7 @@ INTERRUPTED = """
 import os, signal, sys, train
 from tests.test_failures import GPT2, at_call
 numbers = [signal.Signals[name] for name in sys.argv.pop(1).split(",")]
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup, under which the tests may run, has it ignored
 GPT2.forward = at_call(8, lambda: [os.kill(os.getpid(), number) for number in numbers], GPT2.forward)
 train.launch(train.main, "config")
 """
