@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, library
 from torch.autograd.function import once_differentiable
 
+from kernels.operators import rows_of
+
 _library = library.Library("linear", "DEF")
 _library.define("weight_gradient(Tensor dout, Tensor x, ScalarType dtype) -> Tensor")
 
@@ -50,10 +52,10 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dout):
         x, matrix = ctx.saved_tensors
-        rows = dout.contiguous().view(-1, dout.shape[-1])
+        rows = rows_of(dout)
         with torch.autocast(dout.device.type, enabled=False):
             dx = (rows @ matrix).view(x.shape)
-        dweight = weight_gradient(rows, x.contiguous().view(-1, x.shape[-1]), ctx.weight_dtype)
+        dweight = weight_gradient(rows, rows_of(x), ctx.weight_dtype)
         dbias = None
         if ctx.needs_input_grad[2]:
             dbias = rows.sum(0, dtype=torch.promote_types(x.dtype, torch.float32)).to(ctx.bias_dtype)

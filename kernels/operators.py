@@ -1,10 +1,17 @@
-"""How an operator gets its two implementations: Triton kernels on CUDA and ROCm, the PyTorch definition on CPU."""
+"""How an operator gets its two implementations, Triton kernels on CUDA and ROCm and the PyTorch definition on CPU, and
+the rows that it takes."""
 
 from functools import cache, partial
 from importlib import import_module
 from types import ModuleType
 
 import torch
+from torch import Tensor
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """x (..., C) as rows (N, C), contiguous."""
+    return x.contiguous().view(-1, x.shape[-1])
 
 
 @cache

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from bench.paper import learning, training
 from bench.paper.config import PaperConfig
-from bench.paper.text import at_least, at_most, figure_of, table
+from bench.paper.text import figure_of, speed_text, table, time_text
 from bench.paper.training import by_label, days, speed_of
 from bench.timing import Gpu
 
@@ -59,7 +59,6 @@ def markdown(rows: list[dict]) -> str:
         for name, text in NAMES.items():
             row, peer = speeds.get((model, context, name)), speeds.get((model, context, "huggingface"))
             speed, base = speed_of(row), speed_of(peer)
-            of_speed, of_time = (at_least, at_most) if name == "flash2" else (at_most, at_least)
             lines.append(
                 [
                     model,
@@ -67,8 +66,8 @@ def markdown(rows: list[dict]) -> str:
                     figure_of(row, "tokens_per_second", ",.0f"),
                     figure_of(row, "tflops", ".0f"),
                     figure_of(row, "peak_gib", ".1f"),
-                    of_time(days(speed)) if speed else "-",
-                    of_speed(speed / base) if speed and base else "-",
+                    time_text(days(speed), name == "flash2") if speed else "-",
+                    speed_text(speed / base, name == "flash2") if speed and base else "-",
                     *([figure_of(perplexities.get((model, name)), "perplexity")] if perplexities else []),
                     *paper_columns(model, name),
                 ]
@@ -141,8 +140,10 @@ def pictures(rows: list[dict], where: str) -> dict[str, Figure]:
         shown = [speeds.get((model, context, name)) for name in NAMES]
         base = speed_of(shown[0])
         ratios = [(speed_of(row) or 0) / base if base else 0 for row in shown]
-        both = zip(ratios, shown, strict=True)
-        texts = [at_least(ratio) if ratio else figure_of(row, "tokens_per_second") for ratio, row in both]
+        texts = [
+            speed_text(ratio, name == "flash2") if ratio else figure_of(row, "tokens_per_second")
+            for name, ratio, row in zip(NAMES, ratios, shown, strict=True)
+        ]
         bars = axes.bar(range(len(NAMES)), ratios, color="#d62728", label=where)
         axes.bar_label(bars, texts, padding=2)
         theirs = [(i, PAPER[model, name][3]) for i, name in enumerate(NAMES) if (model, name) in PAPER]

@@ -4,7 +4,7 @@ from matplotlib.figure import Figure
 
 from bench.paper import training
 from bench.paper.config import PaperConfig
-from bench.paper.text import at_least, at_most, figure_of, label_lengths, table
+from bench.paper.text import figure_of, label_lengths, speed_text, table, time_text
 from bench.paper.training import by_label, days, speed_of
 
 TITLE = "FlashAttention's table 4: GPT-2 small with longer contexts"
@@ -33,7 +33,6 @@ def markdown(rows: list[dict]) -> str:
     shortest = min((context for _, context, _ in speeds), default=1)
     for (model, context, name), row in sorted(speeds.items(), key=lambda item: (item[0][2] != BASE, item[0][1])):
         speed, base = speed_of(row), speed_of(speeds.get((model, shortest, BASE)))
-        of_speed, of_time = (at_least, at_most) if name == "flash2" else (at_most, at_least)
         theirs = PAPER.get((name, context // shortest)) if model == "gpt2" else None
         lines.append(
             [
@@ -41,8 +40,8 @@ def markdown(rows: list[dict]) -> str:
                 f"{context:,}",
                 figure_of(row, "tokens_per_second", ",.0f"),
                 figure_of(row, "tflops", ".0f"),
-                of_time(days(speed)) if speed else "-",
-                of_speed(speed / base) if speed and base else "-",
+                time_text(days(speed), name == "flash2") if speed else "-",
+                speed_text(speed / base, name == "flash2") if speed and base else "-",
                 *([theirs[0], *(f"{x:.1f}" for x in theirs[1:])] if theirs else ["-"] * 4),
             ]
         )

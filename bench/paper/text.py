@@ -14,13 +14,23 @@ def table(header: Sequence[str], lines: Sequence[Sequence[str]], left: int = 1) 
 
 
 def at_least(x: float) -> str:
-    """Two decimals, rounded down: for speeds of ours, and times of others."""
+    """Two decimals, rounded down."""
     return f"{math.floor(100 * x) / 100:.2f}"
 
 
 def at_most(x: float) -> str:
-    """Two decimals, rounded up: for times of ours, and speeds of others."""
+    """Two decimals, rounded up."""
     return f"{math.ceil(100 * x) / 100:.2f}"
+
+
+def speed_text(speed: float, ours: bool) -> str:
+    """A speed of ours rounded down, of another up."""
+    return at_least(speed) if ours else at_most(speed)
+
+
+def time_text(time: float, ours: bool) -> str:
+    """A time of ours rounded up, of another down."""
+    return at_most(time) if ours else at_least(time)
 
 
 def figure_of(row: dict | None, key: str, form: str = ".2f") -> str:

@@ -11,7 +11,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from bench import charts
-from bench.paper.text import at_least, at_most, told_alone
+from bench.paper.text import at_least, speed_text, told_alone
 from bench.results_file import ROOT, read_results
 from errors import UserError
 
@@ -34,7 +34,7 @@ def parity_table(results: Path) -> str:
         "|---|--:|--:|--:|--:|--:|--:|",
     ]
     for name, row in rows.items():
-        ratio = (at_least if name == "flash2" else at_most)(row["tokens_per_second"] / naive)
+        ratio = speed_text(row["tokens_per_second"] / naive, name == "flash2")
         lines.append(
             f"| `{name}` | {row['tokens_per_second']:,.0f} | {ratio} "
             f"| {row['tflops']:.0f} | {row['mfu']:.1%} | {row['peak_gib']:.1f} GiB | {row['val_loss']:.4f} |"
@@ -129,8 +129,8 @@ def training_table(results: Path) -> str:
         how = trainer_of(row)
         forgotten = row.get("activation_checkpointing", "none")
         how += "" if forgotten == "none" else f", {forgotten} checkpointing"
-        speed, ratio = row["tokens_per_second"], at_least if row["trainer"] == "ours" else at_most
-        ratios = (ratio(speed / of_cell[name]) if of_cell[name] else "-" for name in ("nanogpt", "floor"))
+        speed, ours = row["tokens_per_second"], row["trainer"] == "ours"
+        ratios = (speed_text(speed / peer, ours) if peer else "-" for peer in of_cell.values())
         lines.append(
             f"| {row['model']}, {row['context_length']:,} | {how} | {row['batch_size']} | {speed:,.0f} "
             f"| {' | '.join(ratios)} "

@@ -5,7 +5,7 @@ from torch import Tensor, library
 from torch.autograd.function import once_differentiable
 
 from kernels.linear import weight_gradient
-from kernels.operators import implement
+from kernels.operators import implement, rows_of
 
 _library = library.Library("gelu", "DEF")
 _library.define("forward(Tensor x, Tensor weight, Tensor bias, bool keep_output) -> (Tensor, Tensor)")
@@ -63,7 +63,7 @@ def gelu_mlp(x: Tensor, weight: Tensor, bias: Tensor, out_weight: Tensor, keep_o
     if weight.shape[1:] != x.shape[-1:] or bias.shape != weight.shape[:1] or out_weight.shape[1:] != bias.shape:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (x, weight, bias, out_weight))
         raise ValueError(f"gelu_mlp takes x (..., D), weight (C, D), bias (C,) and out_weight (E, C), not {shapes}")
-    rows, keep_output = x.contiguous().view(-1, x.shape[-1]), keep_output and torch.is_grad_enabled()
+    rows, keep_output = rows_of(x), keep_output and torch.is_grad_enabled()
     with torch.autocast(x.device.type, enabled=False):
         out = _GeluMLP.apply(rows, weight, bias, out_weight, keep_output)
     shape = *x.shape[:-1], len(out_weight)

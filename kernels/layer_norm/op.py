@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, library
 from torch.autograd.function import once_differentiable
 
-from kernels.operators import implement
+from kernels.operators import implement, rows_of
 
 _library = library.Library("layer_norm", "DEF")
 _library.define(
@@ -35,17 +35,13 @@ def _(dout, dstream, x, weight, mean, rstd, has_branch_bias):
     return torch.empty_like(x), mean.new_empty((3 if has_branch_bias else 2, x.shape[1]))
 
 
-def _rows(x: Tensor) -> Tensor:
-    return x.contiguous().view(-1, x.shape[-1])
-
-
 class _Normalise(torch.autograd.Function):
     """The rows of x and branch are laid end to end in here and not before, so that autograd sees that they get one
     tensor as their gradient: from two views of it, leaves would take it for their own and add to it twice."""
 
     @staticmethod
     def forward(ctx, x, branch, branch_bias, weight, bias, eps):
-        rows, branch_rows = _rows(x), None if branch is None else _rows(branch)
+        rows, branch_rows = rows_of(x), None if branch is None else rows_of(branch)
         stream, out, mean, rstd = torch.ops.layer_norm.forward(rows, branch_rows, branch_bias, weight, bias, eps)
         ctx.save_for_backward(rows if branch is None else stream, weight, mean, rstd)
         ctx.has_branch, ctx.bias_dtype = branch is not None, bias.dtype
@@ -58,7 +54,7 @@ class _Normalise(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dstream, dout):
         saved, has_branch_bias = ctx.saved_tensors, ctx.branch_bias_dtype is not None
-        dx, sums = torch.ops.layer_norm.backward(_rows(dout), _rows(dstream), *saved, has_branch_bias)
+        dx, sums = torch.ops.layer_norm.backward(rows_of(dout), rows_of(dstream), *saved, has_branch_bias)
         dx = dx.view(dout.shape)
         dweight, dbias = sums[:2].unbind()
         dbranch_bias = sums[2].to(ctx.branch_bias_dtype) if has_branch_bias else None
