@@ -54,6 +54,7 @@ SPECIALISED_CANDIDATES = {
     "backward": [
         *itertools.product((64,), (64,), (4,), (2, 3), (2,), (True,)),
         *itertools.product((64,), (128,), (8,), (2,), (1,), (True, False)),
+        (128, 128, 8, 2, 1, True),
     ],
 }
 SPECIALISED_HEAD_DIMS = 64, 80, 96, 128

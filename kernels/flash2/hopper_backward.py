@@ -311,9 +311,11 @@ def _consumer(
 ):  # fmt: skip
     """The computing warps: dK and dV of one key tile stay in registers over all the query tiles that see it.
 
-    Both S^T = K Q^T and dP^T = V dO^T are issued before the exponential, which hides under the second; dS hides under
-    P^T dO; and dQ is sent off while dS^T Q runs. P^T and dS^T are multiplied from registers; dS^T goes to shared memory
-    too, to be read there as the dS of dQ = dS K. In dropout the sign of P tells from there on what is dropped.
+    Both S^T = K Q^T and dP^T = V dO^T are issued before the exponential, which hides under the second; and dQ is sent
+    off while dS^T Q runs. One warpgroup hides dS under P^T dO. Two have P^T dO wait until dS is stored, as
+    FlashAttention-3's do: exponentials and dS then run into one another, and 128 x 128 tiles of heads of 64 fit in the
+    registers. P^T and dS^T are multiplied from registers; dS^T goes to shared memory too, to be read there as the dS
+    of dQ = dS K. In dropout the sign of P tells from there on what is dropped.
 
     A product of 64 columns reads its operands as fast as shared memory gives them. So 64 keys have V in registers, and
     where there is no part 1, K and K^T too: dQ is then computed as its transpose, K^T dS^T. Not where dQ is left
@@ -344,6 +346,7 @@ def _consumer(
         Q1L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WM, WN], [16, D1 // WN, 16])
         A1L: gl.constexpr = gl.DotOperandLayout(0, K1L, 2)
     ROW: gl.constexpr = gl.SliceLayout(0, SL)
+    LATE: gl.constexpr = FUSED and WARPS > 4
     V_HELD: gl.constexpr = FUSED and N == 64 and D0 == 64
     HELD: gl.constexpr = FUSED and _is_transposed(N, D0 + D1)
     QTL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, M, 16])
@@ -395,10 +398,11 @@ def _consumer(
                 p16 = gl.maximum(p_t, 0.0).to(dtype)
             else:
                 p16 = p_t.to(dtype)
-            dv = warpgroup_mma(gl.convert_layout(p16, A0L), b_do0, dv, is_async=True)
-            if D1:
-                dv_1 = warpgroup_mma(gl.convert_layout(p16, A1L), b_do1, dv_1, is_async=True)
-            dp_t = warpgroup_mma_wait(PARTS, deps=(dp_t,))
+            if not LATE:
+                dv = warpgroup_mma(gl.convert_layout(p16, A0L), b_do0, dv, is_async=True)
+                if D1:
+                    dv_1 = warpgroup_mma(gl.convert_layout(p16, A1L), b_do1, dv_1, is_async=True)
+            dp_t = warpgroup_mma_wait(0 if LATE else PARTS, deps=(dp_t,))
             delta = stats_s.index(STATS * s + 1).reshape([M]).load(ROW)
             if DROPOUT:
                 ds16 = (p_t * gl.where(p_t > 0.0, dp_t - delta[None, :], delta[None, :])).to(dtype)
@@ -407,6 +411,11 @@ def _consumer(
             if FUSED:
                 ds_s.store(ds16)
                 fence_async_shared()
+            if LATE:
+                dv = warpgroup_mma(gl.convert_layout(p16, A0L), b_do0, dv, is_async=True)
+                if D1:
+                    dv_1 = warpgroup_mma(gl.convert_layout(p16, A1L), b_do1, dv_1, is_async=True)
+            if FUSED:
                 barrier()
             if HELD:
                 dq = gl.zeros([D0, M], gl.float32, QTL)
