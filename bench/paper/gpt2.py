@@ -35,7 +35,7 @@ PAPER = {
 
 
 def cells(config: PaperConfig) -> list[dict]:
-    """Speeds of both models; with tokens, their perplexities too."""
+    """Speeds of both models; with tokens, their perplexities too, and that of `naive` from another seed."""
     context, models = SIZES[config.size]
     trainers = [("huggingface", "naive"), *(("ours", name) for name in NAMES if name != "huggingface")]
     speeds = [
@@ -43,7 +43,11 @@ def cells(config: PaperConfig) -> list[dict]:
         for model, batch in models.items()
         for trainer in trainers
     ]
-    return speeds + ([learning.cell_of(cell, config) for cell in speeds] if config.tokens else [])
+    if not config.tokens:
+        return speeds
+    plain = [cell for cell in speeds if training.label(cell) == "naive"]
+    others = [learning.cell_of(cell, config, learning.OTHER_SEED) for cell in plain]
+    return speeds + [learning.cell_of(cell, config) for cell in speeds] + others
 
 
 def measure(cell: dict, gpu: Gpu, config: PaperConfig) -> Iterator[dict]:
@@ -54,7 +58,7 @@ def measure(cell: dict, gpu: Gpu, config: PaperConfig) -> Iterator[dict]:
 def markdown(rows: list[dict]) -> str:
     """Ours beside the paper's columns."""
     speeds, lines = by_label(rows), []
-    perplexities = perplexities_of(rows)
+    perplexities = perplexities_of(rows, learning.SEED)
     for model, context in dict.fromkeys((model, context) for model, context, _ in speeds):
         for name, text in NAMES.items():
             row, peer = speeds.get((model, context, name)), speeds.get((model, context, "huggingface"))
@@ -74,11 +78,11 @@ def markdown(rows: list[dict]) -> str:
             )
     ours = ["model", "attention", "tokens/s", "TFLOP/s", "GiB", "days", "x Hugging Face"]
     header = [*ours, *(["perplexity"] if perplexities else []), "paper's", "ppl", "days", "x"]
-    return f"{table(header, lines, left=2)}\n\n{notes(rows, list(perplexities.values()))}"
+    return f"{table(header, lines, left=2)}\n\n{notes(rows)}"
 
 
-def perplexities_of(rows: list[dict]) -> dict[tuple[str, str], dict]:
-    """The rows of perplexity by model and label: of the tokens and steps that most are of, as others do not compare.
+def perplexities_of(rows: list[dict], seed: int) -> dict[tuple[str, str], dict]:
+    """A seed's rows of perplexity by model and label: of the tokens and steps that most are of; others do not compare.
 
     Where as many are of several, the newest count.
     """
@@ -87,7 +91,8 @@ def perplexities_of(rows: list[dict]) -> dict[tuple[str, str], dict]:
     if not counts:
         return {}
     ((run, _),) = counts.most_common(1)
-    return {(row["model"], training.label(row)): row for row in found if (row["tokens"], row["steps"]) == run}
+    found = [row for row in found if (row["tokens"], row["steps"]) == run and row["seed"] == seed]
+    return {(row["model"], training.label(row)): row for row in found}
 
 
 def paper_columns(model: str, name: str) -> list[str]:
@@ -96,8 +101,10 @@ def paper_columns(model: str, name: str) -> list[str]:
     return [theirs[0], *(f"{x:.1f}" for x in theirs[1:])] if theirs else ["-"] * 4
 
 
-def notes(rows: list[dict], perplexities: list[dict]) -> str:
+def notes(rows: list[dict]) -> str:
     """What the columns mean."""
+    perplexities = list(perplexities_of(rows, learning.SEED).values())
+    others = perplexities_of(rows, learning.OTHER_SEED)
     batches = dict.fromkeys(f"{row['batch_size']} ({row['model']})" for row in rows)
     text = (
         f"bf16, micro-batches of {', '.join(batches)}. Days are those of the paper's budget, 400k steps of 512 x 1024 "
@@ -115,7 +122,9 @@ def notes(rows: list[dict], perplexities: list[dict]) -> str:
         of_model = [row for row in perplexities if row["model"] == model]
         runs.append(f"{of_model[0]['batch_size']} x {run['context_length']} tokens ({model})")
         torchs = [row for row in of_model if training.label(row) in TORCHS]
-        apart.append(f"{spread(of_model)} ({model}; between `naive` and `sdpa` {spread(torchs)})")
+        seeds = [row for row in [*of_model, others.get((model, "naive"))] if row and training.label(row) == "naive"]
+        among = f"between `naive` and `sdpa` {spread(torchs)}, between two seeds of `naive` {spread(seeds)}"
+        apart.append(f"{spread(of_model)} ({model}; {among})")
     return (
         f"{text}Perplexity is that of the validation tokens of `{run['tokens']}` after {run['steps']} steps of "
         f"{', '.join(runs)}, all of a model from the same weights. The lowest are apart from the highest, in nats, by "

@@ -64,7 +64,7 @@ def test_gpt2s_table_has_ours_beside_the_papers():
     assert "| gpt2 | `flash1` | 299,900 | 123 | 5.0 | 1.01 | 3.00 | FlashAttention | 18.2 | 2.7 | 3.5 |" in made
     assert "| gpt2 | `flash2` | 299,900 | 123 | 5.0 | 1.02 | 2.99 |" in made
     assert "Perplexities were not measured: they need tokens=FOLDER." in made
-    run = {"measured": "perplexity", "tokens": "web", "steps": 300, "perplexity": 123.456}
+    run = {"measured": "perplexity", "tokens": "web", "steps": 300, "seed": 1, "perplexity": 123.456}
     made = gpt2.markdown([*rows, rows[2] | run])
     assert "| 1.01 | 3.00 | 123.46 | FlashAttention | 18.2 |" in made
     assert "`web` after 300 steps of 32 x 1024 tokens" in made
@@ -73,7 +73,7 @@ def test_gpt2s_table_has_ours_beside_the_papers():
 def test_perplexities_of_other_runs_are_not_mixed():
     """Those of most rows count, and not a run on other tokens that is not done yet; when it is, it does."""
     ours = [speed_row("ours", name, "gpt2", 1024, 100_000) for name in ("naive", "flash1", "flash2")]
-    run = {"measured": "perplexity", "tokens": "web", "steps": 300, "perplexity": 100.0}
+    run = {"measured": "perplexity", "tokens": "web", "steps": 300, "seed": 1, "perplexity": 100.0}
     other = run | {"tokens": "owt", "steps": 3000, "perplexity": 30.0}
     made = gpt2.markdown([*ours, *(row | run for row in ours[:2]), ours[2] | other])
     assert "`web` after 300 steps" in made and "100.00" in made and "30.00" not in made
@@ -84,9 +84,12 @@ def test_perplexities_of_other_runs_are_not_mixed():
 def test_how_far_apart_perplexities_end_is_told_beside_what_torchs_own_do():
     ends = {"naive": 100.0, "sdpa": 101.0, "flash2": 98.0}  # ln(101 / 98) and ln(101 / 100)
     rows = [speed_row("ours", name, "gpt2", 1024, 100_000) for name in ends]
-    run = {"measured": "perplexity", "tokens": "web", "steps": 300}
-    made = gpt2.markdown([*rows, *(row | run | {"perplexity": ends[row["attention"]]} for row in rows)])
-    assert "by 0.0302 (gpt2; between `naive` and `sdpa` 0.0100)" in made
+    run = {"measured": "perplexity", "tokens": "web", "steps": 300, "seed": 1}
+    found = [*rows, *(row | run | {"perplexity": ends[row["attention"]]} for row in rows)]
+    assert "by 0.0302 (gpt2; between `naive` and `sdpa` 0.0100, between two seeds of `naive` -)" in gpt2.markdown(found)
+    made = gpt2.markdown([*found, rows[0] | run | {"seed": 2, "perplexity": 95.0}])  # ln(100 / 95)
+    assert "by 0.0302 (gpt2; between `naive` and `sdpa` 0.0100, between two seeds of `naive` 0.0513)" in made
+    assert "95.00" not in made  # the column is of one seed
 
 
 def test_contexts_are_compared_with_the_fused_softmax_at_the_shortest():
@@ -330,6 +333,8 @@ def test_perplexities_of_our_attentions_and_of_hugging_face_are_of_the_same_mode
         cell = learning.cell_of(training.cell_of(trainer, attention, "gpt2-nano", 16, 2, config), config)
         (row,) = learning.measure(cell, Cpu(), config)
         found[trainer, steps] = row["perplexity"]
+    (row,) = learning.measure(learning.cell_of(cell, config, learning.OTHER_SEED), Cpu(), config)
+    assert row["perplexity"] != pytest.approx(found["ours", 8], rel=1e-3)
     assert cell["tokens"] == tokens.name
     assert found["huggingface", 8] == pytest.approx(found["ours", 8], rel=1e-3)
     assert abs(found["ours", 8] / found["ours", 1] - 1) > 1e-2
