@@ -105,9 +105,9 @@ def documents_table(results: Path) -> str:
 
 
 def is_peer(other: dict, row: dict, trainer: str) -> bool:
-    """Whether a row is what another is compared with: the floor, or nanoGPT's model as that trainer runs it best; a
-    micro-batch that was only tried counts too, where it was the faster one."""
-    same = all(other[key] == row[key] for key in ("model", "context_length"))
+    """Whether a row is what another of its run is compared with: the floor, or nanoGPT's model as that trainer runs it
+    best; a micro-batch that was only tried counts too, where it was the faster one."""
+    same = all(other[key] == row[key] for key in ("model", "context_length", "commit"))
     as_it_runs = trainer == "floor" or (other["attention"], other["compiled"]) == ("sdpa", True)
     return same and other["status"] == "ok" and other["trainer"] == trainer and as_it_runs
 

@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from bench.report import readme
 from bench.report.runs import read_runs
 from bench.report.tables import read_results, summary
 from errors import UserError
@@ -77,3 +78,24 @@ def test_a_file_of_something_else_is_refused(tmp_path, content):
 def test_a_folder_without_results_is_refused(tmp_path):
     with pytest.raises(UserError, match="holds no results; give a folder"):
         read_results(str(tmp_path))
+
+
+def test_a_ratio_of_training_steps_is_to_its_own_run(tmp_path):
+    """To the faster of nanoGPT's micro-batches, though that was only tried; a row of another commit has none."""
+
+    def row(trainer: str, batch_size: int, speed: float, commit: str, best: bool) -> dict:
+        attention = "sdpa" if trainer == "nanogpt" else "flash2"
+        shape = {"model": "gpt2", "context_length": 8192, "batch_size": batch_size, "compiled": True}
+        told = {"status": "ok", "message": None, "peak_gib": 1.0, "commit": commit, "best": best}
+        return {"trainer": trainer, "attention": attention, "tokens_per_second": speed, **shape, **told}
+
+    rows = [row("ours", 8, 900.0, "new", True), row("nanogpt", 8, 500.0, "new", True)]
+    rows += [row("nanogpt", 16, 600.0, "new", False), row("ours", 1, 300.0, "old", True)]
+    environment = {"gpu": "GPU", "torch": "2", "triton": "3", "commit": "new"}
+    (tmp_path / "h200").mkdir()
+    (tmp_path / "h200" / "training.json").write_text(json.dumps({"environment": environment, "rows": rows}))
+    made = readme.training_table(tmp_path)
+    assert "| gpt2, 8,192 | ours, flash2 | 8 | 900 | 1.50 | - |" in made
+    assert "| gpt2, 8,192 | nanoGPT, sdpa | 8 | 500 | 0.84 | - |" in made  # rounded up, as rivals are
+    assert "| gpt2, 8,192 | ours, flash2 | 1 | 300 | - | - |" in made
+    assert "gpt2 8,192 at commit new; gpt2 8,192 at commit old" in made
