@@ -91,7 +91,7 @@ def perplexities_of(rows: list[dict], seed: int) -> dict[tuple[str, str], dict]:
     if not counts:
         return {}
     ((run, _),) = counts.most_common(1)
-    found = [row for row in found if (row["tokens"], row["steps"]) == run and row["seed"] == seed]
+    found = [row for row in found if (row["tokens"], row["steps"]) == run and row.get("seed") == seed]
     return {(row["model"], training.label(row)): row for row in found}
 
 
@@ -103,8 +103,8 @@ def paper_columns(model: str, name: str) -> list[str]:
 
 def notes(rows: list[dict]) -> str:
     """What the columns mean."""
-    perplexities = list(perplexities_of(rows, learning.SEED).values())
-    others = perplexities_of(rows, learning.OTHER_SEED)
+    by_seed = [perplexities_of(rows, seed) for seed in (learning.SEED, learning.OTHER_SEED)]
+    perplexities = list(by_seed[0].values())
     batches = dict.fromkeys(f"{row['batch_size']} ({row['model']})" for row in rows)
     text = (
         f"bf16, micro-batches of {', '.join(batches)}. Days are those of the paper's budget, 400k steps of 512 x 1024 "
@@ -122,14 +122,14 @@ def notes(rows: list[dict]) -> str:
         of_model = [row for row in perplexities if row["model"] == model]
         runs.append(f"{of_model[0]['batch_size']} x {run['context_length']} tokens ({model})")
         torchs = [row for row in of_model if training.label(row) in TORCHS]
-        seeds = [row for row in [*of_model, others.get((model, "naive"))] if row and training.label(row) == "naive"]
+        seeds = [found[model, "naive"] for found in by_seed if (model, "naive") in found]
         among = f"between `naive` and `sdpa` {spread(torchs)}, between two seeds of `naive` {spread(seeds)}"
         apart.append(f"{spread(of_model)} ({model}; {among})")
     return (
         f"{text}Perplexity is that of the validation tokens of `{run['tokens']}` after {run['steps']} steps of "
         f"{', '.join(runs)}, all of a model from the same weights. The lowest are apart from the highest, in nats, by "
         f"{', '.join(apart)}: training amplifies rounding, by which alone those two of torch's differ, and what "
-        "Hugging Face's step has of its own."
+        "Hugging Face's step has of its own. Another seed is other weights and another order of the tokens."
     )
 
 
