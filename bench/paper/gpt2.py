@@ -58,11 +58,12 @@ def measure(cell: dict, gpu: Gpu, config: PaperConfig) -> Iterator[dict]:
 def markdown(rows: list[dict]) -> str:
     """Ours beside the paper's columns."""
     speeds, lines = by_label(rows), []
-    perplexities = perplexities_of(rows, learning.SEED)
+    perplexities = perplexities_of(rows)
     for model, context in dict.fromkeys((model, context) for model, context, _ in speeds):
         for name, text in NAMES.items():
             row, peer = speeds.get((model, context, name)), speeds.get((model, context, "huggingface"))
             speed, base = speed_of(row), speed_of(peer)
+            learned = perplexities.get((learning.SEED, model, name))
             lines.append(
                 [
                     model,
@@ -72,27 +73,27 @@ def markdown(rows: list[dict]) -> str:
                     figure_of(row, "peak_gib", ".1f"),
                     time_text(days(speed), name == "flash2") if speed else "-",
                     speed_text(speed / base, name == "flash2") if speed and base else "-",
-                    *([figure_of(perplexities.get((model, name)), "perplexity")] if perplexities else []),
+                    *([figure_of(learned, "perplexity")] if perplexities else []),
                     *paper_columns(model, name),
                 ]
             )
     ours = ["model", "attention", "tokens/s", "TFLOP/s", "GiB", "days", "x Hugging Face"]
     header = [*ours, *(["perplexity"] if perplexities else []), "paper's", "ppl", "days", "x"]
-    return f"{table(header, lines, left=2)}\n\n{notes(rows)}"
+    return f"{table(header, lines, left=2)}\n\n{notes(rows, perplexities)}"
 
 
-def perplexities_of(rows: list[dict], seed: int) -> dict[tuple[str, str], dict]:
-    """A seed's rows of perplexity by model and label: of the tokens and steps that most are of; others do not compare.
+def perplexities_of(rows: list[dict]) -> dict[tuple[int, str, str], dict]:
+    """The rows of perplexity by seed, model and label: of the tokens and steps that most are of; others do not compare.
 
     Where as many are of several, the newest count.
     """
-    found = [row for row in rows if row["measured"] == "perplexity"]
+    found = [row for row in rows if row["measured"] == "perplexity" and "seed" in row]
     counts = Counter((row["tokens"], row["steps"]) for row in reversed(found))
     if not counts:
         return {}
     ((run, _),) = counts.most_common(1)
-    found = [row for row in found if (row["tokens"], row["steps"]) == run and row.get("seed") == seed]
-    return {(row["model"], training.label(row)): row for row in found}
+    found = [row for row in found if (row["tokens"], row["steps"]) == run]
+    return {(row["seed"], row["model"], training.label(row)): row for row in found}
 
 
 def paper_columns(model: str, name: str) -> list[str]:
@@ -101,10 +102,8 @@ def paper_columns(model: str, name: str) -> list[str]:
     return [theirs[0], *(f"{x:.1f}" for x in theirs[1:])] if theirs else ["-"] * 4
 
 
-def notes(rows: list[dict]) -> str:
+def notes(rows: list[dict], perplexities: dict[tuple[int, str, str], dict]) -> str:
     """What the columns mean."""
-    by_seed = [perplexities_of(rows, seed) for seed in (learning.SEED, learning.OTHER_SEED)]
-    perplexities = list(by_seed[0].values())
     batches = dict.fromkeys(f"{row['batch_size']} ({row['model']})" for row in rows)
     text = (
         f"bf16, micro-batches of {', '.join(batches)}. Days are those of the paper's budget, 400k steps of 512 x 1024 "
@@ -115,14 +114,15 @@ def notes(rows: list[dict]) -> str:
     )
     if any(row["measured"] == "speed" and row["status"] == "ok" and "peak_of" not in row for row in rows):
         text += "GiB are those of the first step, which has no moments of AdamW's yet, 8 bytes a parameter. "
-    if not perplexities:
+    shown = [row for row in perplexities.values() if row["seed"] == learning.SEED]
+    if not shown:
         return text + "Perplexities were not measured: they need tokens=FOLDER."
-    run, runs, apart = perplexities[0], [], []
-    for model in dict.fromkeys(row["model"] for row in perplexities):
-        of_model = [row for row in perplexities if row["model"] == model]
+    run, runs, apart = shown[0], [], []
+    for model in dict.fromkeys(row["model"] for row in shown):
+        of_model = [row for row in shown if row["model"] == model]
         runs.append(f"{of_model[0]['batch_size']} x {run['context_length']} tokens ({model})")
         torchs = [row for row in of_model if training.label(row) in TORCHS]
-        seeds = [found[model, "naive"] for found in by_seed if (model, "naive") in found]
+        seeds = [row for (_, *which), row in perplexities.items() if which == [model, "naive"]]
         among = f"between `naive` and `sdpa` {spread(torchs)}, between two seeds of `naive` {spread(seeds)}"
         apart.append(f"{spread(of_model)} ({model}; {among})")
     return (
