@@ -157,7 +157,8 @@ def lost_operands(code: str) -> list[str]:
             if product and re.match(r" +R\d+, R\d+, gdesc", rest):
                 for register in range(numbers[1], numbers[1] + 4):
                     read.setdefault(register, at)
-            for register in range(numbers[0], numbers[0] + (int(product[1]) // 2 if product else 1)):
+            count = int(product[1]) // 2 if product else 2 if name == "CS2R" else 1  # CS2R zeroes two at once
+            for register in range(numbers[0], numbers[0] + count):
                 written.setdefault(register, at)
         lost |= {f"R{register}" for register, at in read.items() if at < written.get(register, at)}
     return sorted(lost)

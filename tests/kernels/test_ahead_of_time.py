@@ -67,14 +67,16 @@ def test_no_loop_of_the_backward_loses_an_operand_it_holds(compiled):
 
 
 def test_a_lost_operand_is_seen():
-    """Of two held in a loop, R8 to R11 and R16 to R19, the second is overwritten; R4 is made anew in each round."""
+    """Of two held in a loop, R8 to R11 and R16 to R19, the second is overwritten; R4 to R7 are made anew each round."""
     body = [
         "HGMMA.64x64x16.F32.BF16 R24, R8, gdesc[UR4], RZ, !UPT",
         "HGMMA.64x64x16.F32.BF16 R56, R16, gdesc[UR4], RZ, !UPT, gsb0",
-        *(f"F2FP.BF16.F32.PACK_AB R{register}, R25, R24" for register in range(4, 8)),
+        *(f"F2FP.BF16.F32.PACK_AB R{register}, R25, R24" for register in range(4, 6)),
+        "CS2R R6, SRZ",
         "HGMMA.64x64x16.F32.BF16 R88, R4, gdesc[UR8].tnspB, R88, gsb0",
         "@P1 FMUL R18, R56, R57",
         "STS [R18+0x10], R8",
+        "CS2R R6, SRZ",
         "@P0 BRA 0x0110",
     ]
     code = "\n".join(f"/*{16 * i:04x}*/   {text} ;" for i, text in enumerate(["LDSM.16.M88.4 R8, [R2]", *body], 16))

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import library
@@ -16,6 +18,7 @@ from kernels import checks, dropout
 from kernels.documents import document_bounds
 from kernels.flash2 import blocks, definition, flash2, flash2_packed, launch, op
 from kernels.flash2.options import Options
+from kernels.launcher import triton_version
 from kernels.standard import standard_attention
 from tests.kernels.accuracy import Case, assert_as_accurate, draw, outcome
 
@@ -556,6 +559,32 @@ def test_random_numbers_changed_before_the_backward_pass_are_noticed():
     numbers.mul_(3)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+@triton.jit
+def write_parts(x, y, parts, SPLIT: tl.constexpr, M: tl.constexpr):
+    rows = tl.arange(0, M)
+    p_parts = parts + rows[:, None] * 16 + tl.arange(0, 16)[None, :]
+    tl.store(p_parts, SPLIT(tl.load(x + rows), tl.load(y + rows), parts.dtype.element_ty))
+
+
+@pytest.mark.skipif(triton_version() < (3, 6), reason="the specialised kernels are for Triton 3.6 and later")
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+def test_a_statistic_is_the_sum_of_its_parts_times_their_weights(dtype):
+    """To fp32's precision, of which fp16 has less near zero."""
+    from kernels.flash2 import hopper_backward
+
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randn((2, 128), generator=generator)
+    x, y = numbers * 2.0 ** torch.randint(-30, 25, numbers.shape, generator=generator)
+    parts = torch.full((128, 16), math.nan, dtype=dtype, device=KERNEL_DEVICE)
+    write_parts[(1,)](x.to(KERNEL_DEVICE), y.to(KERNEL_DEVICE), parts, hopper_backward._parts, 128)
+    weights = torch.tensor(hopper_backward.WEIGHTS.value, dtype=torch.float64)
+    least, parts = 2.0**-35 if dtype == F16 else 0.0, parts.cpu().double()
+    for statistic, first in ((x, 0), (y, 3)):
+        found = parts[:, first : first + 3] @ weights
+        torch.testing.assert_close(found, statistic.double(), rtol=2.0**-23, atol=least)
+    assert not parts[:, 6:].any()
 
 
 @pytest.mark.gpu
