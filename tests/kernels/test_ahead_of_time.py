@@ -53,7 +53,7 @@ def test_tuned_tiles_of_hopper_spill_no_registers_and_keep_the_tensor_cores_busy
         # outside of the inner loop what the backward of heads of 128, or of 128 queries at a time, knows of its place
         pass_, head_dim, *_, config = row.get("specialised", ("", 0, ()))
         wide = head_dim > 80 and config[0] == 128 if pass_ == "forward" else pass_ and 128 in (head_dim, config[0])
-        few = 160 if wide else 32 if "fused" in row else 0
+        few = 160 if wide else 32 if "fused" in row else 8 if pass_ == "forward" else 0
         allowed = math.inf if "flash1" in row.get("baseline", "") else few
         assert row["spilled"] <= allowed, row
 
