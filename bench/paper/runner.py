@@ -291,17 +291,18 @@ def page(name: str, results: dict) -> str:
     parts = [f"# {table.TITLE}", table.markdown(rows)]
     parts += ["Failed:\n\n" + "\n".join(failures)] if failures else []
     warning = "Sizes of a smoke run, which say nothing of speed. " if results["size"] == "smoke" else ""
-    versions = f"torch {where['torch']}, Triton {where['triton']}, {commits_of(results)}, {where['date']}"
+    versions = f"torch {where['torch']}, Triton {where['triton']}, {commits_of(results)}"
     return "\n\n".join([*parts, f"{warning}Measured on {device_of(results)} ({versions})."]) + "\n"
 
 
 def commits_of(results: dict) -> str:
-    """The commit that was measured, or how many rows are of each."""
-    first = results["environment"]["commit"]
+    """The commit that was measured and the day, or how many rows are of each commit and the day of the first."""
+    first, day = results["environment"]["commit"], results["environment"]["date"]
     counts = Counter(row.get("commit", first)[:12] for row in results["rows"])
     if len(counts) < 2:
-        return f"commit {next(iter(counts), first[:12])}"
-    return "commits " + ", ".join(f"{commit} ({count} rows)" for commit, count in counts.items())
+        return f"commit {next(iter(counts), first[:12])}, {day}"
+    commits = ", ".join(f"{commit} ({count} row{'s' * (count > 1)})" for commit, count in counts.items())
+    return f"commits {commits}, since {day}"
 
 
 def device_of(results: dict) -> str:
