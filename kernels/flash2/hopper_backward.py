@@ -15,7 +15,7 @@ zero: what a key's bias adds is the same for all scores of a query, of which the
 M rows of a query tile, N rows of a key tile. Columns come in a part 0 and a part 1, 64 + 16 for heads of 80, so that
 no product is padded; part 1 is empty for 64 and 128. Suffixes: _t transposed, [N, M]; _s in shared memory; 16 rounded
 to the inputs' dtype. Statistics of a query are its logsumexp in base 2, delta = rowsum(dO o O) and, in dropout, its
-random number. Where _statistics says so, logsumexp and delta come as further columns of Q and dO instead.
+random number. Where _statistics says so, logsumexp and delta come off in the products instead.
 """
 
 import itertools
@@ -46,7 +46,6 @@ from kernels.launcher import descriptor, launch, strides
 from kernels.warpgroups import barrier, multiprocessors, release, signature_of
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
-WEIGHTS: tl.constexpr = tl.constexpr((2.0**12, 2.0, 2.0**-10))  # of the parts of a statistic, see _parts
 
 
 @builtin
@@ -65,18 +64,15 @@ def _rows(x, batch, head, o_m, s_batch, s_row, s_head):
 
 
 @triton.jit
-def _parts(x, y, dtype: tl.constexpr):
-    """x and y, [M] fp32, in columns 0 to 2 and 3 to 5 of [M, 16]: each the sum of three of 16 bits, times WEIGHTS.
-
-    Three of bf16 have all of its 24 bits. So have three of fp16, down to 2^-35; the weights keep 2^28 within its range.
-    """
+def _parts(x, y):
+    """x and y, [M] fp32, in columns 0 to 2 and 3 to 5 of [M, 16] in bf16: each the sum of three, of its 24 bits."""
     o_c = tl.arange(0, 16)[None, :]
     parts = tl.zeros([x.shape[0], 16], tl.float32)
     for i in tl.static_range(3):
-        x_i, y_i = (x / WEIGHTS[i]).to(dtype).to(tl.float32), (y / WEIGHTS[i]).to(dtype).to(tl.float32)
+        x_i, y_i = x.to(tl.bfloat16).to(tl.float32), y.to(tl.bfloat16).to(tl.float32)
         parts += tl.where(o_c == i, x_i[:, None], 0.0) + tl.where(o_c == 3 + i, y_i[:, None], 0.0)
-        x, y = x - x_i * WEIGHTS[i], y - y_i * WEIGHTS[i]
-    return parts.to(dtype)
+        x, y = x - x_i, y - y_i
+    return parts.to(tl.bfloat16)
 
 
 @triton.jit(do_not_specialize=["so_b", "so_t", "so_h", "sdo_b", "sdo_t", "sdo_h", "heads", "seq_q", "seq_k"])
@@ -110,12 +106,13 @@ def delta_kernel(
 ):
     """The statistics of a tile of M queries, stats (B * heads * tiles * STATS, M) fp32; STATS is 3 in dropout, else 2.
 
-    Queries past seq_q, and those that see no key, get a logsumexp of +inf, so that their P is zero. Stats of 16 bits,
-    (B * heads * tiles * M, 16), get the _parts of -logsumexp / scale and -delta, for the products to add to S and dP. A
-    query that sees no key is masked there, and one past seq_q has zeros in Q and dO. Where the LOGSUMEXP has a gradient
-    too, it comes off delta, which is stored times `keep`, as in the plain kernels. Where FUSED the accumulator of dQ is
-    zeroed; elsewhere deltas, (B, heads, seq_q), is written for the plain kernel. Sums, if given, (B * tiles, heads,
-    HEAD_DIM) fp32, are dO's over each tile.
+    Queries past seq_q, and those that see no key, get a logsumexp of +inf there, so that their P is zero. Stats of
+    bf16, (B * heads * tiles * M, 16), get the _parts of -logsumexp / scale and -delta, for the products to add to S and
+    dP. A query that sees no key is masked there; one past seq_q has a P of no effect, as its Q and dO are zero.
+
+    Where the LOGSUMEXP has a gradient too, it comes off delta, which is stored times `keep`, as in the plain kernels.
+    Where FUSED the accumulator of dQ is zeroed; elsewhere deltas, (B, heads, seq_q), is written for the plain kernel.
+    Sums, if given, (B * tiles, heads, HEAD_DIM) fp32, are dO's over each tile.
     Grid: B * heads * cdiv(seq_q, M).
     """
     STATS: tl.constexpr = 3 if DROPOUT else 2
@@ -135,11 +132,10 @@ def delta_kernel(
     if LOGSUMEXP:
         delta -= tl.load(dlogsumexp + row, mask=o_m < seq_q, other=0.0)
     lse = tl.load(logsumexp + row, mask=o_m < seq_q, other=float("-inf"))
-    dtype: tl.constexpr = stats.dtype.element_ty
-    if dtype != tl.float32:
+    if stats.dtype.element_ty == tl.bfloat16:
         lse = tl.where(lse == float("-inf"), 0.0, lse)
         p_stats = stats + (tl.cast(tile, tl.int64) * M + tl.arange(0, M)[:, None]) * 16 + tl.arange(0, 16)[None, :]
-        tl.store(p_stats, _parts(-lse / scale, -delta * keep, dtype))
+        tl.store(p_stats, _parts(-lse / scale, -delta * keep))
     else:
         lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
         p_stats = stats + tl.cast(tile, tl.int64) * (STATS * M) + tl.arange(0, M)
@@ -319,13 +315,11 @@ def _transposed_product(x0, x1, y0, y1, zeros, D1: gl.constexpr):
 
 
 @gluon.jit
-def _weights(dtype: gl.constexpr, first: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
-    """WEIGHTS in each row of [ROWS, 16], from a first column on: times a tile of _parts, transposed, a statistic."""
+def _ones(first: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+    """[ROWS, 16] in bf16, one in the three columns from a first one on: times _parts, transposed, it is a statistic."""
     o_c = gl.arange(0, 16, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-    weights = gl.zeros([ROWS, 16], gl.float32, LAYOUT)
-    for i in gl.static_range(3):
-        weights = gl.where(o_c == first + i, WEIGHTS[i], weights)
-    return weights.to(dtype)
+    ones = gl.full([ROWS, 16], 1.0, gl.float32, LAYOUT)
+    return gl.where((o_c >= first) & (o_c < first + 3), ones, 0.0).to(gl.bfloat16)
 
 
 @gluon.jit
@@ -372,7 +366,7 @@ def _consumer(
     STATS: gl.constexpr = stats_s.shape[0] // QS
     PARTS: gl.constexpr = 2 if D1 else 1
     dtype: gl.constexpr = q0_s.dtype
-    IN_PRODUCTS: gl.constexpr = stats_s.dtype == dtype
+    IN_PRODUCTS: gl.constexpr = stats_s.dtype == gl.bfloat16
     WM: gl.constexpr = _rows_of_warps(M, WARPS)
     WN: gl.constexpr = WARPS // WM
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, M, 16])
@@ -403,8 +397,8 @@ def _consumer(
         o_j = j + gl.arange(0, N, layout=gl.SliceLayout(1, SL))
         p_keys = numbers + (batch * heads + kv_head * groups).to(gl.int64) * (seq_q + seq_k) + seq_q + o_j
     if IN_PRODUCTS:
-        of_lse = _weights(dtype, 0, N, gl.DotOperandLayout(0, SL, 2))
-        of_delta = _weights(dtype, 3, N, gl.DotOperandLayout(0, SL, 2))
+        of_lse = _ones(0, N, gl.DotOperandLayout(0, SL, 2))
+        of_delta = _ones(3, N, gl.DotOperandLayout(0, SL, 2))
     mbarrier.wait(k_full.index(0), 0)
     mbarrier.wait(k_full.index(1), 0)
     a_k0, a_v0 = b_k0, b_v0
@@ -583,7 +577,7 @@ def main_kernel(
     v0_s = gl.allocate_shared_memory(dtype, v0.block_type.shape, v0.layout)
     q0_s = _shared(q0, QS)
     do0_s = _shared(do0, OS)
-    STATS: gl.constexpr = 1 if stats.dtype == dtype else 3 if DROPOUT else 2  # tiles of one query tile
+    STATS: gl.constexpr = 1 if stats.dtype == gl.bfloat16 else 3 if DROPOUT else 2  # tiles of one query tile
     stats_s = _shared(stats, STATS * QS)
     ds_s, dq0_s, dq1_s = k0_s, stats_s.index(0), stats_s.index(0)
     if FUSED:
@@ -657,12 +651,13 @@ def _section(key_tiles: int, resident: int, causal: bool, device: torch.device) 
 def _statistics(tiles: int, q: Tensor, options: Options, config: SpecialisedBackward) -> Tensor:
     """Room for the statistics of so many tiles of queries, for delta_kernel to fill.
 
-    In heads of 128 they come off S and dP in the products, as 16 more columns of Q and dO: read by the threads they
-    would wait behind the products' operands, for which shared memory is just fast enough. The backward at 8k on an H200
-    is 3.5 % faster by it with a causal mask and 5.3 % without, at 2k 2.1 %. In smaller heads the columns cost more than
-    that saves. Dropout needs delta by itself, and fp16 a scale that leaves logsumexp / scale within its range.
+    In heads of 128 in bf16 they come off S and dP in the products themselves, from one tile of 16 columns beside Q and
+    dO: read by the threads they would wait behind the products' operands, for which shared memory is just fast enough.
+    The backward at 8k on an H200 is 3.5 % faster by it with a causal mask and 5.3 % without, at 2k 2.1 %. In smaller
+    heads the columns cost more than that saves. fp16 has not the range for all there may be, and dropout needs delta by
+    itself.
     """
-    if q.shape[3] == 128 and options.dropout_p == 0 and options.scale > 1e-4:
+    if q.shape[3] == 128 and q.dtype == torch.bfloat16 and options.dropout_p == 0:
         return torch.empty((tiles * config.m, 16), dtype=q.dtype, device=q.device)
     rows = (3 if options.dropout_p > 0 else 2) * tiles
     return torch.empty((rows, config.m), dtype=torch.float32, device=q.device)

@@ -565,25 +565,21 @@ def test_random_numbers_changed_before_the_backward_pass_are_noticed():
 def write_parts(x, y, parts, SPLIT: tl.constexpr, M: tl.constexpr):
     rows = tl.arange(0, M)
     p_parts = parts + rows[:, None] * 16 + tl.arange(0, 16)[None, :]
-    tl.store(p_parts, SPLIT(tl.load(x + rows), tl.load(y + rows), parts.dtype.element_ty))
+    tl.store(p_parts, SPLIT(tl.load(x + rows), tl.load(y + rows)))
 
 
 @pytest.mark.skipif(triton_version() < (3, 6), reason="the specialised kernels are for Triton 3.6 and later")
-@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
-def test_a_statistic_is_the_sum_of_its_parts_times_their_weights(dtype):
-    """To fp32's precision, of which fp16 has less near zero."""
+def test_a_statistic_is_the_sum_of_its_parts():
     from kernels.flash2 import hopper_backward
 
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randn((2, 128), generator=generator)
-    x, y = numbers * 2.0 ** torch.randint(-30, 25, numbers.shape, generator=generator)
-    parts = torch.full((128, 16), math.nan, dtype=dtype, device=KERNEL_DEVICE)
+    x, y = numbers * 2.0 ** torch.randint(-60, 60, numbers.shape, generator=generator)
+    parts = torch.full((128, 16), math.nan, dtype=BF16, device=KERNEL_DEVICE)
     write_parts[(1,)](x.to(KERNEL_DEVICE), y.to(KERNEL_DEVICE), parts, hopper_backward._parts, 128)
-    weights = torch.tensor(hopper_backward.WEIGHTS.value, dtype=torch.float64)
-    least, parts = 2.0**-35 if dtype == F16 else 0.0, parts.cpu().double()
+    parts = parts.cpu().double()
     for statistic, first in ((x, 0), (y, 3)):
-        found = parts[:, first : first + 3] @ weights
-        torch.testing.assert_close(found, statistic.double(), rtol=2.0**-23, atol=least)
+        torch.testing.assert_close(parts[:, first : first + 3].sum(1), statistic.double(), rtol=2.0**-23, atol=0.0)
     assert not parts[:, 6:].any()
 
 
