@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from bench.cells import HIDDEN, TOKENS
+from bench.paper.text import whole_speed
 
 TITLES = {
     "forward": "Attention forward speed",
@@ -96,7 +97,7 @@ def fill(rows: list[dict], axes: Axes) -> None:
         of_variant = sorted((row for row in rows if row["variant"] == variant), key=lambda row: row["seq_len"])
         places = [lengths.index(row["seq_len"]) + (number - (len(variants) - 1) / 2) * width for row in of_variant]
         bars = axes.bar(places, [row["tflops"] or 0 for row in of_variant], width, color=colour, label=label)
-        texts = [f"{row['tflops']:.0f}" if row["status"] == "ok" else row["status"].upper() for row in of_variant]
+        texts = [whole_speed(row, "tflops", variant == "flash2") for row in of_variant]
         axes.bar_label(bars, texts, rotation=90, fontsize=8, padding=2)
     axes.set_xticks(range(len(lengths)), [str(n) if n < 1024 else f"{n // 1024}k" for n in lengths])
     axes.set(xlabel="sequence length", ylabel="TFLOP/s")

@@ -3,12 +3,13 @@
 import math
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 
 from matplotlib.figure import Figure
 
 from bench.paper import learning, training
 from bench.paper.config import PaperConfig
-from bench.paper.text import figure_of, speed_text, table, time_text
+from bench.paper.text import cost_text, figure_of, speed_text, table, whole_speed
 from bench.paper.training import by_label, days, speed_of
 from bench.timing import Gpu
 
@@ -63,22 +64,22 @@ def markdown(rows: list[dict]) -> str:
         for name, text in NAMES.items():
             row, peer = speeds.get((model, context, name)), speeds.get((model, context, "huggingface"))
             speed, base = speed_of(row), speed_of(peer)
-            learned = perplexities.get((learning.SEED, model, name))
+            learned, ours = perplexities.get((learning.SEED, model, name)), name == "flash2"
             lines.append(
                 [
                     model,
                     text,
-                    figure_of(row, "tokens_per_second", ",.0f"),
-                    figure_of(row, "tflops", ".0f"),
-                    figure_of(row, "peak_gib", ".1f"),
-                    time_text(days(speed), name == "flash2") if speed else "-",
-                    speed_text(speed / base, name == "flash2") if speed and base else "-",
+                    whole_speed(row, "tokens_per_second", ours),
+                    whole_speed(row, "tflops", ours),
+                    figure_of(row, "peak_gib", partial(cost_text, ours=ours, decimals=1)),
+                    cost_text(days(speed), ours) if speed else "-",
+                    speed_text(speed / base, ours) if speed and base else "-",
                     *([figure_of(learned, "perplexity")] if perplexities else []),
                     *paper_columns(model, name),
                 ]
             )
-    ours = ["model", "attention", "tokens/s", "TFLOP/s", "GiB", "days", "x Hugging Face"]
-    header = [*ours, *(["perplexity"] if perplexities else []), "paper's", "ppl", "days", "x"]
+    measured = ["model", "attention", "tokens/s", "TFLOP/s", "GiB", "days", "x Hugging Face"]
+    header = [*measured, *(["perplexity"] if perplexities else []), "paper's", "ppl", "days", "x"]
     return f"{table(header, lines, left=2)}\n\n{notes(rows, perplexities)}"
 
 
@@ -117,7 +118,7 @@ def notes(rows: list[dict], perplexities: dict[tuple[int, str, str], dict]) -> s
     shown = [row for row in perplexities.values() if row["seed"] == learning.SEED]
     if not shown:
         return text + "Perplexities were not measured: they need tokens=FOLDER."
-    run, runs, apart = shown[0], [], []
+    run, runs, apart, farther = shown[0], [], [], []
     for model in dict.fromkeys(row["model"] for row in shown):
         of_model = [row for row in shown if row["model"] == model]
         runs.append(f"{of_model[0]['batch_size']} x {run['context_length']} tokens ({model})")
@@ -125,12 +126,19 @@ def notes(rows: list[dict], perplexities: dict[tuple[int, str, str], dict]) -> s
         seeds = [row for (_, *which), row in perplexities.items() if which == [model, "naive"]]
         among = f"between `naive` and `sdpa` {spread(torchs)}, between two seeds of `naive` {spread(seeds)}"
         apart.append(f"{spread(of_model)} ({model}; {among})")
-    return (
-        f"{text}Perplexity is that of the validation tokens of `{run['tokens']}` after {run['steps']} steps of "
+        if len(seeds) > 1 and spread(of_model) > spread(seeds):
+            farther.append(model)
+    text += (
+        f"Perplexity is that of the validation tokens of `{run['tokens']}` after {run['steps']} steps of "
         f"{', '.join(runs)}, all of a model from the same weights. The lowest are apart from the highest, in nats, by "
         f"{', '.join(apart)}: training amplifies rounding, by which alone those two of torch's differ, and what "
         "Hugging Face's step has of its own. Another seed is other weights and another order of the tokens."
     )
+    if farther:
+        text += (
+            f" Those of {', '.join(farther)} are farther apart than the seeds: so short a run does not show them alike."
+        )
+    return text
 
 
 def spread(rows: list[dict]) -> str:

@@ -4,7 +4,7 @@ from matplotlib.figure import Figure
 
 from bench.paper import training
 from bench.paper.config import PaperConfig
-from bench.paper.text import figure_of, label_lengths, speed_text, table, time_text
+from bench.paper.text import cost_text, label_lengths, speed_text, table, whole_speed
 from bench.paper.training import by_label, days, speed_of
 
 TITLE = "FlashAttention's table 4: GPT-2 small with longer contexts"
@@ -38,9 +38,9 @@ def markdown(rows: list[dict]) -> str:
             [
                 f"`{name}`",
                 f"{context:,}",
-                figure_of(row, "tokens_per_second", ",.0f"),
-                figure_of(row, "tflops", ".0f"),
-                time_text(days(speed), name == "flash2") if speed else "-",
+                whole_speed(row, "tokens_per_second", name == "flash2"),
+                whole_speed(row, "tflops", name == "flash2"),
+                cost_text(days(speed), name == "flash2") if speed else "-",
                 speed_text(speed / base, name == "flash2") if speed and base else "-",
                 *([theirs[0], *(f"{x:.1f}" for x in theirs[1:])] if theirs else ["-"] * 4),
             ]

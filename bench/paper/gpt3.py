@@ -5,7 +5,7 @@ from matplotlib.figure import Figure
 from bench.charts import LOOKS
 from bench.paper import training
 from bench.paper.config import PaperConfig
-from bench.paper.text import figure_of, length_text, table
+from bench.paper.text import length_text, table, whole_speed
 from bench.paper.training import by_label
 
 TITLE = "FlashAttention-2's table 1: training GPT-3 models"
@@ -35,7 +35,7 @@ def markdown(rows: list[dict]) -> str:
     speeds = by_label(rows)
     lines = []
     for model, context in dict.fromkeys((model, context) for model, context, _ in speeds):
-        ours = [figure_of(speeds.get((model, context, name)), "tflops", ".0f") for name in ATTENTIONS]
+        ours = [whole_speed(speeds.get((model, context, name)), "tflops", name == "flash2") for name in ATTENTIONS]
         theirs = map(str, PAPER.get((model, context), "---"))
         lines.append([model, length_text(context), *ours, *theirs])
     paper = "paper: without", "FlashAttention", "FlashAttention-2"
@@ -60,7 +60,7 @@ def pictures(rows: list[dict], where: str) -> dict[str, Figure]:
         heights = [row["tflops"] if row and row["status"] == "ok" else 0 for row in shown]
         places = [j + (i - (len(ATTENTIONS) - 1) / 2) * width for j in range(len(shapes))]
         bars = axes.bar(places, heights, width, label=name, color=LOOKS.get(name, (name, "#1f77b4"))[1])
-        axes.bar_label(bars, [figure_of(row, "tflops", ".0f") for row in shown], fontsize=7, padding=2)
+        axes.bar_label(bars, [whole_speed(row, "tflops", name == "flash2") for row in shown], fontsize=7, padding=2)
     axes.set_xticks(range(len(shapes)), [f"{model}, {length_text(context)}" for model, context in shapes])
     axes.set(ylabel="TFLOP/s", title=f"Training, {where}")
     axes.spines[["top", "right"]].set_visible(False)

@@ -263,8 +263,8 @@ def markdown(rows: list[dict]) -> str:
         f"The paper's formulas are those of standard attention and of FlashAttention with {m} of shared memory; loads "
         "and stores are those of the kernels at their tiles, as if no cache were between; read and written is what the "
         f"counters of HBM say, caches included{unmeasured}. They can also say more, as where a kernel of `flash1` "
-        "spills registers. Bytes are not all: of attentions that move as many, one is faster. bench/paper/io.py "
-        f"derives the counts.{told_alone(counted)}"
+        "spills registers, and by up to 2 % where none is known to. Bytes are not all: of attentions that move as "
+        f"many, one is faster. bench/paper/io.py derives the counts.{told_alone(counted)}"
     )
 
 

@@ -10,7 +10,7 @@ from bench.attention import measure as measure_attention
 from bench.cells import PASSES, paper_cells
 from bench.charts import LOOKS, PANELS, TITLES, figure_of
 from bench.paper.config import PaperConfig
-from bench.paper.text import table, told_alone
+from bench.paper.text import table, told_alone, whole_speed
 from bench.paper.variants import attend, known
 from bench.timing import Gpu
 
@@ -55,7 +55,7 @@ def markdown(rows: list[dict]) -> str:
     texts: dict[tuple, dict] = {}
     for row in timed:
         shape = row["head_dim"], row["causal"], row["seq_len"], row["batch"], row["heads"]
-        speed = f"{row['tflops']:.0f}" if row["status"] == "ok" else row["status"].upper()
+        speed = whole_speed(row, "tflops", row["variant"] == "flash2")
         texts.setdefault(shape, {})[row["variant"], row["pass"]] = speed
     lines = []
     for (head_dim, causal, seq_len, batch, heads), of_shape in sorted(texts.items()):

@@ -1,4 +1,4 @@
-"""Validation perplexity after some steps on real tokens: what an attention must not change more than a seed does."""
+"""Validation perplexity after some steps on real tokens: what an attention changes of it, beside another seed."""
 
 import math
 from collections import deque

@@ -296,13 +296,16 @@ def page(name: str, results: dict) -> str:
 
 
 def commits_of(results: dict) -> str:
-    """The commit that was measured and the day, or how many rows are of each commit and the day of the first."""
+    """The commit that was measured and the day, or how many rows, of what, each commit has and the day of the first."""
     first, day = results["environment"]["commit"], results["environment"]["date"]
-    counts = Counter(row.get("commit", first)[:12] for row in results["rows"])
-    if len(counts) < 2:
-        return f"commit {next(iter(counts), first[:12])}, {day}"
-    commits = ", ".join(f"{commit} ({count} row{'s' * (count > 1)})" for commit, count in counts.items())
-    return f"commits {commits}, since {day}"
+    counts = Counter((row.get("commit", first)[:12], row.get("measured")) for row in results["rows"])
+    if len({commit for commit, _ in counts}) < 2:
+        return f"commit {next(iter(counts), (first[:12],))[0]}, {day}"
+    rows = (
+        f"{commit} ({count} row{'s' * (count > 1)}{f' of {measured}' if measured else ''})"
+        for (commit, measured), count in counts.items()
+    )
+    return f"commits {', '.join(rows)}, since {day}"
 
 
 def device_of(results: dict) -> str:

@@ -1,7 +1,8 @@
 """Rows as Markdown, and figures that are never rounded in our favour."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from matplotlib.axes import Axes
 
@@ -13,31 +14,36 @@ def table(header: Sequence[str], lines: Sequence[Sequence[str]], left: int = 1) 
     return "\n".join([head, f"|{'|'.join(marks)}|", *body])
 
 
-def at_least(x: float) -> str:
-    """Two decimals, rounded down."""
-    return f"{math.floor(100 * x) / 100:.2f}"
+def at_least(x: float, decimals: int = 2) -> str:
+    """x rounded down."""
+    return f"{math.floor(10**decimals * x) / 10**decimals:,.{decimals}f}"
 
 
-def at_most(x: float) -> str:
-    """Two decimals, rounded up."""
-    return f"{math.ceil(100 * x) / 100:.2f}"
+def at_most(x: float, decimals: int = 2) -> str:
+    """x rounded up."""
+    return f"{math.ceil(10**decimals * x) / 10**decimals:,.{decimals}f}"
 
 
-def speed_text(speed: float, ours: bool) -> str:
+def speed_text(speed: float, ours: bool, decimals: int = 2) -> str:
     """A speed of ours rounded down, of another up."""
-    return at_least(speed) if ours else at_most(speed)
+    return at_least(speed, decimals) if ours else at_most(speed, decimals)
 
 
-def time_text(time: float, ours: bool) -> str:
-    """A time of ours rounded up, of another down."""
-    return at_most(time) if ours else at_least(time)
+def cost_text(cost: float, ours: bool, decimals: int = 2) -> str:
+    """A time, or memory, of ours rounded up, of another down."""
+    return at_most(cost, decimals) if ours else at_least(cost, decimals)
 
 
-def figure_of(row: dict | None, key: str, form: str = ".2f") -> str:
+def figure_of(row: dict | None, key: str, text: Callable[[float], str] = "{:.2f}".format) -> str:
     """What a row holds under `key`; its status where it holds nothing, and a dash where there is no row."""
     if row is None:
         return "-"
-    return row["status"].upper() if row["status"] != "ok" else format(row[key], form)
+    return row["status"].upper() if row["status"] != "ok" else text(row[key])
+
+
+def whole_speed(row: dict | None, key: str, ours: bool) -> str:
+    """The figure_of a speed, as speed_text has it, without decimals."""
+    return figure_of(row, key, partial(speed_text, ours=ours, decimals=0))
 
 
 def length_text(tokens: int) -> str:

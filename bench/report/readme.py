@@ -11,7 +11,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from bench import charts
-from bench.paper.text import at_least, speed_text, told_alone
+from bench.paper.text import at_least, cost_text, speed_text, told_alone, whole_speed
 from bench.results_file import ROOT, read_results
 from errors import UserError
 
@@ -34,10 +34,11 @@ def parity_table(results: Path) -> str:
         "|---|--:|--:|--:|--:|--:|--:|",
     ]
     for name, row in rows.items():
-        ratio = speed_text(row["tokens_per_second"] / naive, name == "flash2")
+        speed, ours = row["tokens_per_second"], name == "flash2"
         lines.append(
-            f"| `{name}` | {row['tokens_per_second']:,.0f} | {ratio} "
-            f"| {row['tflops']:.0f} | {row['mfu']:.1%} | {row['peak_gib']:.1f} GiB | {row['val_loss']:.4f} |"
+            f"| `{name}` | {speed_text(speed, ours, 0)} | {speed_text(speed / naive, ours)} "
+            f"| {speed_text(row['tflops'], ours, 0)} | {speed_text(100 * row['mfu'], ours, 1)}% "
+            f"| {cost_text(row['peak_gib'], ours, 1)} GiB | {row['val_loss']:.4f} |"
         )
     lines += [
         "",
@@ -75,7 +76,9 @@ def attention_table(results: Path) -> str:
     for row in rows:
         if row["causal"] and row["status"] == "ok":
             shape = row["head_dim"], row["seq_len"], row["batch"], row["heads"]
-            speeds.setdefault(shape, {})[row["variant"], row["pass"]] = f"{row['tflops']:.0f}"
+            speeds.setdefault(shape, {})[row["variant"], row["pass"]] = whole_speed(
+                row, "tflops", row["variant"] == "flash2"
+            )
     lines = [
         f"| head size | sequence | batch x heads | {' | '.join(columns.values())} |",
         f"|--:|--:|--:|{'--:|' * len(columns)}",
@@ -97,8 +100,8 @@ def documents_table(results: Path) -> str:
     ]
     for name in ("naive", "sdpa", "flash2"):
         plain, masked = by_variant[name], by_variant[f"{name}:data.document_mask=true"]
-        speeds = f"{plain['tokens_per_second']:,.0f} | {masked['tokens_per_second']:,.0f}"
-        lines.append(f"| `{name}` | {speeds} | {masked['val_loss']:.4f} |")
+        speeds = (speed_text(row["tokens_per_second"], name == "flash2", 0) for row in (plain, masked))
+        lines.append(f"| `{name}` | {' | '.join(speeds)} | {masked['val_loss']:.4f} |")
     steps, where = by_variant["flash2"]["steps"], file["environment"]
     how = f"The same model and micro-batches, {steps} steps; one {where['gpu']} at commit {where['commit'][:12]}."
     return "\n".join([*lines, "", how])
@@ -132,9 +135,9 @@ def training_table(results: Path) -> str:
         speed, ours = row["tokens_per_second"], row["trainer"] == "ours"
         ratios = (speed_text(speed / peer, ours) if peer else "-" for peer in of_cell.values())
         lines.append(
-            f"| {row['model']}, {row['context_length']:,} | {how} | {row['batch_size']} | {speed:,.0f} "
+            f"| {row['model']}, {row['context_length']:,} | {how} | {row['batch_size']} | {speed_text(speed, ours, 0)} "
             f"| {' | '.join(ratios)} "
-            f"| {row['peak_gib']:.1f} GiB |"
+            f"| {cost_text(row['peak_gib'], ours, 1)} GiB |"
         )
         commits.setdefault(row["commit"][:12], {})[cell_of(row)] = None
     measured = "; ".join(f"{', '.join(cells)} at commit {commit}" for commit, cells in commits.items())

@@ -43,11 +43,13 @@ def test_days_are_those_of_the_papers_budget_on_eight_devices():
 
 def test_nothing_is_rounded_in_our_favour():
     assert (text.at_least(1.999), text.at_most(2.001), text.at_most(2.0)) == ("1.99", "2.01", "2.00")
+    assert [text.speed_text(1234.56, ours, 0) for ours in (True, False)] == ["1,234", "1,235"]
+    assert [text.cost_text(5.04, ours, 1) for ours in (True, False)] == ["5.1", "5.0"]
 
 
 def speed_row(trainer, attention, model, context, speed, status="ok"):
     row = training.cell_of(trainer, attention, model, context, 32, FULL)
-    return row | {"tokens_per_second": speed, "tflops": 123.4, "peak_gib": 5.0, "status": status}
+    return row | {"tokens_per_second": speed, "tflops": 123.6, "peak_gib": 5.04, "status": status}
 
 
 def test_gpt2s_table_has_ours_beside_the_papers():
@@ -59,10 +61,10 @@ def test_gpt2s_table_has_ours_beside_the_papers():
         speed_row("ours", "flash2", "gpt2", 1024, 299_900),
     ]
     made = gpt2.markdown(rows)
-    assert "| gpt2 | Hugging Face, eager | 100,000 | 123 | 5.0 | 3.03 | 1.00 | Huggingface | 18.2 | 9.5 | 1.0 |" in made
+    assert "| gpt2 | Hugging Face, eager | 100,000 | 124 | 5.0 | 3.03 | 1.00 | Huggingface | 18.2 | 9.5 | 1.0 |" in made
     assert "| gpt2 | `naive` | OOM | OOM | OOM | - | - | - | - | - | - |" in made
-    assert "| gpt2 | `flash1` | 299,900 | 123 | 5.0 | 1.01 | 3.00 | FlashAttention | 18.2 | 2.7 | 3.5 |" in made
-    assert "| gpt2 | `flash2` | 299,900 | 123 | 5.0 | 1.02 | 2.99 |" in made
+    assert "| gpt2 | `flash1` | 299,900 | 124 | 5.0 | 1.01 | 3.00 | FlashAttention | 18.2 | 2.7 | 3.5 |" in made
+    assert "| gpt2 | `flash2` | 299,900 | 123 | 5.1 | 1.02 | 2.99 |" in made
     assert "Perplexities were not measured: they need tokens=FOLDER." in made
     run = {"measured": "perplexity", "tokens": "web", "steps": 300, "seed": 1, "perplexity": 123.456}
     made = gpt2.markdown([*rows, rows[2] | run])
@@ -90,12 +92,15 @@ def test_how_far_apart_perplexities_end_is_told_beside_what_torchs_own_do():
     made = gpt2.markdown([*found, rows[0] | run | {"seed": 2, "perplexity": 95.0}])  # ln(100 / 95)
     assert "by 0.0302 (gpt2; between `naive` and `sdpa` 0.0100, between two seeds of `naive` 0.0513)" in made
     assert "95.00" not in made  # the column is of one seed
+    assert "farther apart than the seeds" not in made
+    made = gpt2.markdown([*found, rows[0] | run | {"seed": 2, "perplexity": 100.5}])
+    assert "Those of gpt2 are farther apart than the seeds" in made
 
 
 def test_contexts_are_compared_with_the_fused_softmax_at_the_shortest():
     speeds = [("fused_softmax", 1024, 200_000), ("flash2", 1024, 350_000), ("flash2", 4096, 250_000)]
     made = gpt2_context.markdown([speed_row("ours", name, "gpt2", n, speed) for name, n, speed in speeds])
-    assert "| `fused_softmax` | 1,024 | 200,000 | 123 | 1.51 | 1.00 | Megatron-LM 1k | 18.2 | 4.7 | 1.0 |" in made
+    assert "| `fused_softmax` | 1,024 | 200,000 | 124 | 1.51 | 1.00 | Megatron-LM 1k | 18.2 | 4.7 | 1.0 |" in made
     assert "| `flash2` | 4,096 | 250,000 | 123 | 1.22 | 1.25 | FlashAttention 4k | 17.5 | 3.6 | 1.3 |" in made
 
 
@@ -125,7 +130,7 @@ def test_kernels_are_told_by_pass_and_where_memory_was_out():
     shape = TINY
     rows = [cell | empty_row(shape, "naive", pass_) | {"status": "ok", "tflops": 12.3} for pass_ in ("forward", "both")]
     rows += [cell | empty_row(shape, "naive", "backward") | {"status": "oom"}]
-    assert "| causal | 16 | 33 | 2 x 2 | 12 / OOM / 12 |" in kernels.markdown(rows)
+    assert "| causal | 16 | 33 | 2 x 2 | 13 / OOM / 13 |" in kernels.markdown(rows)
 
 
 def test_a_fit_tells_how_far_off_it_is():
