@@ -33,15 +33,15 @@ def markdown(rows: list[dict]) -> str:
     shortest = min((context for _, context, _ in speeds), default=1)
     for (model, context, name), row in sorted(speeds.items(), key=lambda item: (item[0][2] != BASE, item[0][1])):
         speed, base = speed_of(row), speed_of(speeds.get((model, shortest, BASE)))
-        theirs = PAPER.get((name, context // shortest)) if model == "gpt2" else None
+        theirs, ours = PAPER.get((name, context // shortest)) if model == "gpt2" else None, name == "flash2"
         lines.append(
             [
                 f"`{name}`",
                 f"{context:,}",
-                whole_speed(row, "tokens_per_second", name == "flash2"),
-                whole_speed(row, "tflops", name == "flash2"),
-                cost_text(days(speed), name == "flash2") if speed else "-",
-                speed_text(speed / base, name == "flash2") if speed and base else "-",
+                whole_speed(row, "tokens_per_second", ours),
+                whole_speed(row, "tflops", ours),
+                cost_text(days(speed), ours) if speed else "-",
+                speed_text(speed / base, ours) if speed and base else "-",
                 *([theirs[0], *(f"{x:.1f}" for x in theirs[1:])] if theirs else ["-"] * 4),
             ]
         )

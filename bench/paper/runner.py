@@ -299,8 +299,9 @@ def commits_of(results: dict) -> str:
     """The commit that was measured and the day, or how many rows, of what, each commit has and the day of the first."""
     first, day = results["environment"]["commit"], results["environment"]["date"]
     counts = Counter((row.get("commit", first)[:12], row.get("measured")) for row in results["rows"])
-    if len({commit for commit, _ in counts}) < 2:
-        return f"commit {next(iter(counts), (first[:12],))[0]}, {day}"
+    commits = {commit for commit, _ in counts}
+    if len(commits) < 2:
+        return f"commit {min(commits, default=first[:12])}, {day}"
     rows = (
         f"{commit} ({count} row{'s' * (count > 1)}{f' of {measured}' if measured else ''})"
         for (commit, measured), count in counts.items()

@@ -76,9 +76,8 @@ def attention_table(results: Path) -> str:
     for row in rows:
         if row["causal"] and row["status"] == "ok":
             shape = row["head_dim"], row["seq_len"], row["batch"], row["heads"]
-            speeds.setdefault(shape, {})[row["variant"], row["pass"]] = whole_speed(
-                row, "tflops", row["variant"] == "flash2"
-            )
+            speed = whole_speed(row, "tflops", row["variant"] == "flash2")
+            speeds.setdefault(shape, {})[row["variant"], row["pass"]] = speed
     lines = [
         f"| head size | sequence | batch x heads | {' | '.join(columns.values())} |",
         f"|--:|--:|--:|{'--:|' * len(columns)}",

@@ -314,6 +314,23 @@ def _transposed_product(x0, x1, y0, y1, zeros, D1: gl.constexpr):
     return product
 
 
+@gluon.constexpr_function
+def _gradient_layout(columns, warps):
+    """Of dK or dV [N, columns]."""
+    return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, columns, 16])
+
+
+@gluon.jit
+def _add_product(x, y0, y1, z0, z1, D1: gl.constexpr, WARPS: gl.constexpr):
+    """z + x y [N, D0 + D1], not waited for; x [N, M], rounded, in registers, y [M, D0 + D1] in shared memory."""
+    A0L: gl.constexpr = gl.DotOperandLayout(0, _gradient_layout(y0.shape[1], WARPS), 2)
+    z0 = warpgroup_mma(gl.convert_layout(x, A0L), y0, z0, is_async=True)
+    if D1:
+        A1L: gl.constexpr = gl.DotOperandLayout(0, _gradient_layout(D1, WARPS), 2)
+        z1 = warpgroup_mma(gl.convert_layout(x, A1L), y1, z1, is_async=True)
+    return z0, z1
+
+
 @gluon.jit
 def _ones(first: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
     """[ROWS, 16] in bf16, one in the three columns from a first one on: times _parts, transposed, it is a statistic."""
@@ -370,13 +387,11 @@ def _consumer(
     WM: gl.constexpr = _rows_of_warps(M, WARPS)
     WN: gl.constexpr = WARPS // WM
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, M, 16])
-    K0L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D0, 16])
+    K0L: gl.constexpr = _gradient_layout(D0, WARPS)
     Q0L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WM, WN], [16, D0 // WN, 16])
-    A0L: gl.constexpr = gl.DotOperandLayout(0, K0L, 2)
     if D1:
-        K1L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D1, 16])
+        K1L: gl.constexpr = _gradient_layout(D1, WARPS)
         Q1L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WM, WN], [16, D1 // WN, 16])
-        A1L: gl.constexpr = gl.DotOperandLayout(0, K1L, 2)
     ROW: gl.constexpr = gl.SliceLayout(0, SL)
     LATE: gl.constexpr = FUSED and WARPS > 4 and not IN_PRODUCTS
     V_HELD: gl.constexpr = FUSED and N == 64 and D0 == 64
@@ -387,6 +402,7 @@ def _consumer(
     b_k1, b_v1 = b_k0, b_v0
     dk = warpgroup_mma_init(gl.zeros([N, D0], gl.float32, K0L))
     dv = warpgroup_mma_init(gl.zeros([N, D0], gl.float32, K0L))
+    dk_1, dv_1 = 0, 0
     if D1:
         b_k1, b_v1 = k1_s.reshape([N, D1]), v1_s.reshape([N, D1])
         dk_1 = warpgroup_mma_init(gl.zeros([N, D1], gl.float32, K1L))
@@ -442,9 +458,7 @@ def _consumer(
             else:
                 p16 = p_t.to(dtype)
             if not LATE:
-                dv = warpgroup_mma(gl.convert_layout(p16, A0L), b_do0, dv, is_async=True)
-                if D1:
-                    dv_1 = warpgroup_mma(gl.convert_layout(p16, A1L), b_do1, dv_1, is_async=True)
+                dv, dv_1 = _add_product(p16, b_do0, b_do1, dv, dv_1, D1, WARPS)
             dp_t = warpgroup_mma_wait(0 if LATE else PARTS, deps=(dp_t,))
             if not IN_PRODUCTS:
                 delta = stats_s.index(STATS * s + 1).reshape([M]).load(ROW)[None, :]
@@ -456,9 +470,7 @@ def _consumer(
                 ds_s.store(ds16)
                 fence_async_shared()
             if LATE:
-                dv = warpgroup_mma(gl.convert_layout(p16, A0L), b_do0, dv, is_async=True)
-                if D1:
-                    dv_1 = warpgroup_mma(gl.convert_layout(p16, A1L), b_do1, dv_1, is_async=True)
+                dv, dv_1 = _add_product(p16, b_do0, b_do1, dv, dv_1, D1, WARPS)
             if FUSED:
                 barrier()
             if HELD:
@@ -470,9 +482,8 @@ def _consumer(
                 if D1:
                     dq_1 = gl.zeros([M, D1], gl.float32, Q1L)
                     dq_1 = warpgroup_mma(ds_s.permute([1, 0]), b_k1, dq_1, use_acc=False, is_async=True)
-            dk = warpgroup_mma(gl.convert_layout(ds16, A0L), b_q0, dk, is_async=True)
+            dk, dk_1 = _add_product(ds16, b_q0, b_q1, dk, dk_1, D1, WARPS)
             if D1:
-                dk_1 = warpgroup_mma(gl.convert_layout(ds16, A1L), b_q1, dk_1, is_async=True)
                 dv, dv_1 = warpgroup_mma_wait(PARTS, deps=(dv, dv_1))
                 dv_1 = warpgroup_mma_init(dv_1)
             else:
