@@ -30,7 +30,7 @@ from bench.paper.variants import attend, settings
 from bench.timing import Gpu
 from kernels.flash1.launch import tiles_for as flash1_tiles
 from kernels.flash2.blocks import BLOCK, listed
-from kernels.flash2.tiles import QUERIES, Tile, Tiles, length_bucket, specialised_for, tiles_for
+from kernels.flash2.tiles import Tile, Tiles, length_bucket, specialised_for, tiles_for
 from model.attention import read_pattern
 
 TITLE = "Bytes to and from HBM"
@@ -115,7 +115,7 @@ def flash2_moves(n: int, d: int, arch: str, causal: bool) -> Bytes:
     tiles = tiles_for(arch, d, torch.bfloat16, causal, bucket)
     forward, fused = (specialised_for(x, d, causal, bucket) if arch == "sm_90" else None for x in PASSES)
     if forward:
-        tiles = tiles._replace(forward=Tile(QUERIES, forward.n, 8, forward.stages))
+        tiles = tiles._replace(forward=Tile(forward.queries, forward.n, 4 * forward.consumers, forward.stages))
     plain = plain_moves(n, d, tiles, share)
     if not fused:
         return plain

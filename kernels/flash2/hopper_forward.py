@@ -2,9 +2,12 @@
 
 Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision" (2024), Algorithms 1 and
 2. One program stays on each multiprocessor and walks over tiles of queries. Its producer warp copies Q, K and V into
-rings in shared memory by TMA; each of its two consumer warpgroups owns 64 rows of the tile, and issues S = QK of one
-block of keys before PV of the block before, so that the softmax runs under PV. The first block of the next tile takes
-the place of the block after the last, which hides the start of every tile but the first.
+rings in shared memory by TMA; each of its two or three consumer warpgroups owns 64 rows of the tile, and issues S = QK
+of one block of keys before PV of the block before. The first block of the next tile takes the place of the block after
+the last, which hides the start of every tile but the first.
+
+Of two consumers each runs its softmax under its own PV. Three have too few registers for a P beside the one that PV
+reads: theirs run the maxima under their own PV, the exponentials under the others' products.
 
 T queries, S keys, M rows of a query tile (64 to a consumer), N keys of a block, D0 + D1 head size, in two parts where
 it is no power of two, with a descriptor and a product each. Softmax runs in base 2; statistics and accumulators are
@@ -28,18 +31,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels.dropout import threshold
 from kernels.flash2.options import Options
-from kernels.flash2.tiles import QUERIES, SpecialisedForward, split_head_dim
+from kernels.flash2.tiles import SpecialisedForward, split_head_dim
 from kernels.flash2.triton_kernels import natural_logsumexp
 from kernels.launcher import descriptor, launch
 from kernels.warpgroups import multiprocessors, release, ring, signature_of
 
 LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
-CONSUMERS: gl.constexpr = gl.constexpr(2)  # warpgroups
 THREADS: gl.constexpr = gl.constexpr(128)  # of one consumer
 ROWS: gl.constexpr = gl.constexpr(64)  # of one consumer: the M of wgmma
-M: gl.constexpr = gl.constexpr(QUERIES)  # of all consumers
-CONSUMER_REGISTERS = 240  # of a thread, which leaves the producer the least there is
+CONSUMER_REGISTERS = {2: 240, 3: 160}  # of a thread, which leaves the producer the least there is
 PRODUCER_REGISTERS = 24
+CACHED = 16 * 2**20  # bytes of K and V, a third of the H200's L2 cache
 
 
 @gluon.constexpr_function
@@ -56,13 +58,13 @@ def _store_layout(columns):
 
 
 @gluon.constexpr_function
-def _each(columns):
+def _each(columns, consumers):
     """Whether each thread of a consumer gives slots back for itself, see warpgroups.release; by the head size.
 
-    Causal on an H200, in two races: heads of 128 are 0 to 2 % faster by it at 8k and 2 to 5 % at 2k; heads of 64 are 1
-    to 4 % slower at 8k, as if the threads' arrivals cost more there than the warps' waiting.
+    Causal on an H200, in two races: heads of 128 are 0 to 2 % faster by it at 8k and 2 to 5 % at 2k; heads of 64
+    with two consumers are 1 to 4 % slower at 8k, as if the threads' arrivals cost more there than the warps' waiting.
     """
-    return columns == 128
+    return columns == 128 or consumers == 3
 
 
 @gluon.jit
@@ -79,7 +81,8 @@ def _tile(n, shape, M: gl.constexpr, N: gl.constexpr, CAUSAL: gl.constexpr):
     """batch, head, first query and number of key blocks of this program's n-th tile.
 
     Tiles are dealt out longest first, back and forth over the programs, which evens out their sums; the heads of one
-    section, whose K and V fit the L2 cache, before those of the next.
+    section before those of the next. With three consumers every other section, counted from the last, has the shortest
+    first: where two meet tiles are alike, and sums even out in sections of any size.
     """
     batches, heads, seq_q, seq_k, section = shape
     programs, program = gl.num_programs(0), gl.program_id(0)
@@ -92,6 +95,9 @@ def _tile(n, shape, M: gl.constexpr, N: gl.constexpr, CAUSAL: gl.constexpr):
     i = (rows - 1 - t // width) * M
     blocks = gl.cdiv(seq_k, N)
     if CAUSAL:  # at least one, even where no query sees a key: it writes the zeros
+        if M == 3 * ROWS:
+            after = gl.cdiv(batches * heads, section) - 1 - first // section
+            i = gl.where(after % 2 == 0, i, (rows - 1) * M - i)
         blocks = gl.minimum(blocks, gl.maximum(gl.cdiv(i + M + seq_k - seq_q, N), 1))
     return bh // heads, bh % heads, i, blocks
 
@@ -107,9 +113,11 @@ def _copy(x0, x1, batch, row, head, slots0, slots1, slot, full, D0: gl.constexpr
 @gluon.jit
 def _producer(
     rings, reads, shape,
-    N: gl.constexpr, STAGES: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, CAUSAL: gl.constexpr,
+    N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr,
+    CAUSAL: gl.constexpr,
 ):  # fmt: skip
     BYTES: gl.constexpr = N * (D0 + D1) * 2  # of K or V in a slot
+    M: gl.constexpr = ROWS * CONSUMERS
     q_slots, k_slots, v_slots, q_full, q_empty, full, empty = rings
     q0, q1, k0, k1, v0, v1, groups = reads
     batches, heads, seq_q = shape[0], shape[1], shape[2]
@@ -176,14 +184,14 @@ def _blocks(i, seq_q, seq_k, blocks, N: gl.constexpr, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def _mask(s, i, j, seq_q, seq_k, N: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr):
+def _mask(s, i, j, seq_q, seq_k, SPARE: gl.constexpr, N: gl.constexpr, CAUSAL: gl.constexpr):
     """Scores [64, N] of the queries from i on and the keys from j on, -inf where the key is hidden.
 
-    Column 8 a + 2 b + c is held by the b-th of the four threads of its row. In heads of over 64, where registers are
-    short, a thread compares constants with a number of its own, 2 b less. With the columns' numbers it would hold a
-    register for each, in all blocks; in heads of 64 there is room for them, and that is 2 % faster.
+    Column 8 a + 2 b + c is held by the b-th of the four threads of its row. Where registers are short a thread compares
+    constants with a number of its own, 2 b less. With the columns' numbers it would hold a register for each, in all
+    blocks; where there are registers to SPARE that is 2 % faster.
     """
-    if D == 64:
+    if SPARE:
         o_i = gl.arange(0, ROWS, layout=gl.SliceLayout(1, s.type.layout))
         o_j = gl.arange(0, N, layout=gl.SliceLayout(0, s.type.layout))
         return gl.where(o_j[None, :] <= _last_key(i, o_i, j, seq_q, seq_k, CAUSAL)[:, None], s, -float("inf"))
@@ -219,14 +227,19 @@ def _sums(p):
 
 
 @gluon.jit
-def _softmax(s, m, l, scale_log2):
-    """P, the new maxima of its rows and sums l as of _sums, and what the old sums and O are to be scaled by."""
+def _maxima(s, m, scale_log2):
+    """The new maxima of the rows, and what to subtract from their scores: for a row that sees no key, nothing."""
     m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
-    shift = gl.where(m_new == -float("inf"), 0.0, m_new)  # a row that sees no key
+    return m_new, gl.where(m_new == -float("inf"), 0.0, m_new)
+
+
+@gluon.jit
+def _softmax(s, shift, m, l, scale_log2):
+    """P, the sums l of its rows as of _sums, and what the old sums and O are to be scaled by; m are the old maxima."""
     p = gl.exp2(s * scale_log2 - shift[:, None])
     alpha = gl.exp2(m - shift)
     of_sums = gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))
-    return p, m_new, l * of_sums[:, None] + _sums(p), alpha
+    return p, l * of_sums[:, None] + _sums(p), alpha
 
 
 @gluon.jit
@@ -291,12 +304,12 @@ def _wait(pending: gl.constexpr, acc0, acc1, p, D1: gl.constexpr):
 @gluon.jit
 def _walk(
     it, p, m, l, q0, q1, rings, batch, head, i, full_blocks, own, shape, scale_log2, dropout,
-    N: gl.constexpr, STAGES: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, CAUSAL: gl.constexpr,
-    DROPOUT: gl.constexpr,
+    SPARE: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, D0: gl.constexpr,
+    D1: gl.constexpr, CAUSAL: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
     """Key blocks 1 to own of a tile whose block 0 is the it-th of this program: S of each, PV of the one before."""
     _q_slots, k_slots, v_slots, _q_full, _q_empty, full, empty = rings
-    EACH: gl.constexpr = _each(D0)
+    EACH: gl.constexpr = _each(D0, CONSUMERS)
     # Where one thread gives a slot back, that costs the warps two barriers. With a slot to spare it is given back a
     # block later, where one of the two is that of the wait for the next block, and none delays a product.
     LATE: gl.constexpr = STAGES > 3 and not EACH
@@ -315,9 +328,13 @@ def _walk(
         of_keys = _of_keys(numbers, batch, head, j * N, shape, N, DROPOUT)
         s = warpgroup_mma_wait(2 if D1 else 1, deps=(s,))
         if j >= full_blocks:
-            s = _mask(s, i, j * N, shape[2], shape[3], N, D0 + D1, CAUSAL)
-        b_p, m, l, alpha = _softmax(s, m, l, scale_log2)
-        p_next = _operand(_drop(b_p, of_queries, of_keys, threshold, DROPOUT), p.dtype, D0)
+            s = _mask(s, i, j * N, shape[2], shape[3], SPARE, N, CAUSAL)
+        m_new, shift = _maxima(s, m, scale_log2)
+        if CONSUMERS == 2:
+            b_p, l, alpha = _softmax(s, shift, m, l, scale_log2)
+            p_next = _operand(_drop(b_p, of_queries, of_keys, threshold, DROPOUT), p.dtype, D0)
+        else:
+            alpha = gl.exp2(m - shift)
         if LATE:
             release(empty.index((it + j - 1) % STAGES), False, pred=j > 1)
         # Also keeps the exponentials above the wait for PV, which they are to run under: the assembler moves them past
@@ -329,7 +346,10 @@ def _walk(
         acc0 = warpgroup_mma_init(_rescale(acc0, alpha, D0))
         if D1:
             acc1 = warpgroup_mma_init(_rescale(acc1, alpha, D1))
-        p = p_next
+        if CONSUMERS == 3:
+            b_p, l, alpha = _softmax(s, shift, m, l, scale_log2)
+            p_next = _operand(_drop(b_p, of_queries, of_keys, threshold, DROPOUT), p.dtype, D0)
+        p, m = p_next, m_new
     if LATE:
         release(empty.index((it + own - 1) % STAGES), False, pred=own > 1)
     return p, acc0, acc1, m, l
@@ -364,8 +384,8 @@ def _finish(out, logsumexp, acc0, acc1, m, l, keep_scale, batch, head, i, shape,
 
 
 @gluon.jit
-def _queries(q_slots, slot, N: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, DROPOUT: gl.constexpr):
-    """Q [64, D0] and [64, D1] as products take it: from registers where there is room for it, else shared memory.
+def _queries(q_slots, slot, HELD: gl.constexpr, N: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr):
+    """Q [64, D0] and [64, D1] as products take it: HELD in registers where there is room for it, else in shared memory.
 
     From there every product would read it anew, which for a head of 128 is a third of all that is read.
     """
@@ -373,7 +393,7 @@ def _queries(q_slots, slot, N: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr,
     q0, q1 = qs0.index(slot).reshape([ROWS, D0]), 0
     if D1:
         q1 = qs1.index(slot).reshape([ROWS, D1])
-    if N + D0 + D1 <= 192 and not DROPOUT:
+    if HELD:
         layout: gl.constexpr = gl.DotOperandLayout(0, _accumulator_layout(N), 2)
         return q0.load(layout), q1.load(layout) if D1 else 0
     else:
@@ -383,15 +403,18 @@ def _queries(q_slots, slot, N: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr,
 @gluon.jit
 def _consumer(
     C: gl.constexpr, rings, writes, shape, dropout,
-    N: gl.constexpr, STAGES: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, CAUSAL: gl.constexpr,
-    DROPOUT: gl.constexpr,
+    N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr,
+    CAUSAL: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
     """Rows 64 C to 64 C + 64 of every tile of this program."""
     q_slots, k_slots, v_slots, q_full, q_empty, full, empty = rings
     out, logsumexp, scale_log2 = writes
     numbers, threshold, keep_scale = dropout
     batches, heads, seq_q, seq_k = shape[0], shape[1], shape[2], shape[3]
-    EACH: gl.constexpr = _each(D0)
+    EACH: gl.constexpr = _each(D0, CONSUMERS)
+    SPARE: gl.constexpr = D0 + D1 == 64 and CONSUMERS == 2
+    HELD: gl.constexpr = N + D0 + D1 <= 192 and CONSUMERS == 2 and not DROPOUT
+    M: gl.constexpr = ROWS * CONSUMERS
     LAYOUT: gl.constexpr = gl.SliceLayout(1, _accumulator_layout(N))
     count = _count(batches * heads * gl.cdiv(seq_q, M))
     none = gl.full([ROWS], -float("inf"), gl.float32, LAYOUT)
@@ -402,14 +425,15 @@ def _consumer(
     i += C * ROWS
     first_full, _ = _blocks(i, seq_q, seq_k, blocks, N, CAUSAL)
     mbarrier.wait(q_full.index(C), 0)
-    q0, q1 = _queries(q_slots, C, N, D0, D1, DROPOUT)
+    q0, q1 = _queries(q_slots, C, HELD, N, D0, D1)
     mbarrier.wait(full.index(0), 0)
     s = _scores(q0, q1, k_slots, 0, N, D0, D1)
     s = warpgroup_mma_wait(0, deps=(s,))
     release(empty.index(0), EACH)
     if first_full == 0:
-        s = _mask(s, i, 0, seq_q, seq_k, N, D0 + D1, CAUSAL)
-    b_p, m, l, _ = _softmax(s, none, zero, scale_log2)
+        s = _mask(s, i, 0, seq_q, seq_k, SPARE, N, CAUSAL)
+    m, shift = _maxima(s, none, scale_log2)
+    b_p, l, _ = _softmax(s, shift, none, zero, scale_log2)
     of_queries = _of_queries(numbers, batch, head, i, shape, N, DROPOUT)
     of_keys = _of_keys(numbers, batch, head, 0, shape, N, DROPOUT)
     p = _operand(_drop(b_p, of_queries, of_keys, threshold, DROPOUT), out.dtype.element_ty, D0)
@@ -418,10 +442,10 @@ def _consumer(
     for n in range(count):
         full_blocks, own = _blocks(i, seq_q, seq_k, blocks, N, CAUSAL)
         q_slot = n % 2 * CONSUMERS + C
-        q0, q1 = _queries(q_slots, q_slot, N, D0, D1, DROPOUT)
+        q0, q1 = _queries(q_slots, q_slot, HELD, N, D0, D1)
         p, acc0, acc1, m, l = _walk(
             it, p, m, l, q0, q1, rings, batch, head, i, full_blocks, own, shape, scale_log2, dropout,
-            N, STAGES, D0, D1, CAUSAL, DROPOUT,
+            SPARE, N, STAGES, CONSUMERS, D0, D1, CAUSAL, DROPOUT,
         )  # fmt: skip
         release(q_empty.index(q_slot), EACH)
         v_slot = (it + own) % STAGES
@@ -436,16 +460,18 @@ def _consumer(
             next_full, _ = _blocks(next_i, seq_q, seq_k, blocks, N, CAUSAL)
             q_slot = (n + 1) % 2 * CONSUMERS + C
             mbarrier.wait(q_full.index(q_slot), (n + 1) // 2 & 1)
-            q0, q1 = _queries(q_slots, q_slot, N, D0, D1, DROPOUT)
+            q0, q1 = _queries(q_slots, q_slot, HELD, N, D0, D1)
             s = _scores(q0, q1, k_slots, it % STAGES, N, D0, D1)
             acc0, acc1 = _values(p, v_slots, v_slot, acc0, acc1, N, D0, D1)
             of_queries = _of_queries(numbers, next_batch, next_head, next_i, shape, N, DROPOUT)
             of_keys = _of_keys(numbers, next_batch, next_head, 0, shape, N, DROPOUT)
             s = warpgroup_mma_wait(2 if D1 else 1, deps=(s,))
             if next_full == 0:
-                s = _mask(s, next_i, 0, seq_q, seq_k, N, D0 + D1, CAUSAL)
-            b_p, next_m, next_l, _ = _softmax(s, none, zero, scale_log2)
-            p_next = _operand(_drop(b_p, of_queries, of_keys, threshold, DROPOUT), p.dtype, D0)
+                s = _mask(s, next_i, 0, seq_q, seq_k, SPARE, N, CAUSAL)
+            next_m, shift = _maxima(s, none, scale_log2)
+            if CONSUMERS == 2:
+                b_p, next_l, _ = _softmax(s, shift, none, zero, scale_log2)
+                p_next = _operand(_drop(b_p, of_queries, of_keys, threshold, DROPOUT), p.dtype, D0)
             # Keeps the exponentials where they are, as in _walk. Of two slots the next block gets the one with the last
             # V of a consumer that owns fewer blocks, which gives it back only below: so for two, the block waited for
             # is one that has come already.
@@ -456,6 +482,9 @@ def _consumer(
                 release(empty.index(v_slot), EACH)
             if STAGES == 2:
                 _await(full, it + 1, STAGES)
+            if CONSUMERS == 3:
+                b_p, next_l, _ = _softmax(s, shift, none, zero, scale_log2)
+                p_next = _operand(_drop(b_p, of_queries, of_keys, threshold, DROPOUT), p.dtype, D0)
             _finish(out, logsumexp, out0, out1, m, l, keep_scale, batch, head, i, shape, D0, D1)
             p, m, l = p_next, next_m, next_l
             batch, head, i = next_batch, next_head, next_i
@@ -479,8 +508,8 @@ def _slots(x0, x1, SLOTS: gl.constexpr, D1: gl.constexpr):
 def forward_kernel(
     q0, q1, k0, k1, v0, v1, out, logsumexp, numbers,
     batches, heads, groups, seq_q, seq_k, section, scale, threshold, keep_scale,
-    N: gl.constexpr, STAGES: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, CAUSAL: gl.constexpr,
-    DROPOUT: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr,
+    CAUSAL: gl.constexpr, DROPOUT: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """O (batches, seq_q, heads, D0 + D1) and logsumexp (batches, heads, seq_q) fp32, natural, both contiguous.
 
@@ -493,7 +522,7 @@ def forward_kernel(
     q_slots = _slots(q0, q1, 2 * CONSUMERS, D1)
     k_slots = _slots(k0, k1, STAGES, D1)
     v_slots = _slots(v0, v1, STAGES, D1)
-    ARRIVALS: gl.constexpr = THREADS if _each(D0) else 1
+    ARRIVALS: gl.constexpr = THREADS if _each(D0, CONSUMERS) else 1
     q_full, q_empty = ring(2 * CONSUMERS, ARRIVALS)
     full, empty = ring(STAGES, CONSUMERS * ARRIVALS)
     rings = (q_slots, k_slots, v_slots, q_full, q_empty, full, empty)
@@ -501,15 +530,27 @@ def forward_kernel(
     reads = (q0, q1, k0, k1, v0, v1, groups)
     writes = (out, logsumexp, scale * LOG2_E)
     dropout = (numbers, threshold, keep_scale)
-    gl.warp_specialize(
-        [
-            (_consumer, (0, rings, writes, shape, dropout, N, STAGES, D0, D1, CAUSAL, DROPOUT)),
-            (_consumer, (1, rings, writes, shape, dropout, N, STAGES, D0, D1, CAUSAL, DROPOUT)),
-            (_producer, (rings, reads, shape, N, STAGES, D0, D1, CAUSAL)),
-        ],
-        [4, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-    )
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (_consumer, (0, rings, writes, shape, dropout, N, STAGES, CONSUMERS, D0, D1, CAUSAL, DROPOUT)),
+                (_consumer, (1, rings, writes, shape, dropout, N, STAGES, CONSUMERS, D0, D1, CAUSAL, DROPOUT)),
+                (_producer, (rings, reads, shape, N, STAGES, CONSUMERS, D0, D1, CAUSAL)),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consumer, (0, rings, writes, shape, dropout, N, STAGES, CONSUMERS, D0, D1, CAUSAL, DROPOUT)),
+                (_consumer, (1, rings, writes, shape, dropout, N, STAGES, CONSUMERS, D0, D1, CAUSAL, DROPOUT)),
+                (_consumer, (2, rings, writes, shape, dropout, N, STAGES, CONSUMERS, D0, D1, CAUSAL, DROPOUT)),
+                (_producer, (rings, reads, shape, N, STAGES, CONSUMERS, D0, D1, CAUSAL)),
+            ],
+            [4, 4, 1],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )
 
 
 @cache
@@ -517,13 +558,18 @@ def _shared_layout(columns: int) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(swizzle_byte_width=min(2 * columns, 128), element_bitwidth=16, rank=4)
 
 
-def _section(heads: int, rows: int, programs: int, causal: bool) -> int:
-    """How many heads to deal out together, see _tile.
+def _section(heads: int, bytes_of_head: int, rows: int, programs: int, causal: bool, config: SpecialisedForward) -> int:
+    """How many heads to deal out together, see _tile; K and V of a head are so many bytes.
 
-    One by one where all tiles are equal, which leaves their K and V in the L2 cache for each other; else as few as fill
-    an even number of rounds, which evens out the programs' sums.
+    One by one where all tiles are equal, which leaves their K and V in the L2 cache for each other. Else, with three
+    consumers, equal parts of all heads that have no more than CACHED bytes, for the same reason; with two as few as
+    fill an even number of rounds, which evens out the programs' sums.
     """
-    return min(heads, 2 * programs // gcd(2 * programs, rows)) if causal else 1
+    if not causal:
+        return 1
+    if config.consumers == 3:
+        return -(-heads // -(-heads * bytes_of_head // CACHED))
+    return min(heads, 2 * programs // gcd(2 * programs, rows))
 
 
 def _arguments(
@@ -540,7 +586,8 @@ def _arguments(
 
 
 def _constants(head_dim: int, causal: bool, dropout: bool, config: SpecialisedForward) -> tuple:
-    return *config, *split_head_dim(head_dim), causal, dropout, CONSUMER_REGISTERS, PRODUCER_REGISTERS
+    registers = CONSUMER_REGISTERS[config.consumers], PRODUCER_REGISTERS
+    return *config, *split_head_dim(head_dim), causal, dropout, *registers
 
 
 def compilation(
@@ -566,9 +613,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, config: Specialis
     (batch, seq_q, heads, head_dim), (seq_k, kv_heads) = q.shape, k.shape[1:3]
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     logsumexp = torch.empty((batch, heads, seq_q), dtype=torch.float32, device=q.device)
-    rows = -(-seq_q // M.value)
+    rows = -(-seq_q // config.queries)
     programs = min(batch * heads * rows, multiprocessors(q.device))
-    section = _section(batch * heads, rows, programs, options.causal)
+    bytes_of_head = 2 * seq_k * head_dim * k.element_size() * kv_heads // heads
+    section = _section(batch * heads, bytes_of_head, rows, programs, options.causal, config)
     sizes = batch, heads, heads // kv_heads, seq_q, seq_k, section
     scalars = *sizes, options.scale, threshold(options.dropout_p), 1 / (1 - options.dropout_p)
     tensors = _arguments(q, k, v, out, logsumexp, options.numbers, config)

@@ -38,9 +38,6 @@ class Tiles(NamedTuple):
 FP32_TILES = Tiles(*[Tile(32, 32, 4, 1)] * 3)  # fp32 is computed without tensor cores, in small tiles
 
 
-QUERIES = 128  # rows of a query tile of hopper_forward's kernel
-
-
 class SpecialisedForward(NamedTuple):
     """How hopper_forward's kernel is launched."""
 
@@ -48,6 +45,13 @@ class SpecialisedForward(NamedTuple):
     """Keys of a block."""
     stages: int
     """Blocks of K and of V in flight."""
+    consumers: int
+    """Warpgroups that compute, two or three, of 64 queries each."""
+
+    @property
+    def queries(self) -> int:
+        """Rows of a query tile."""
+        return 64 * self.consumers
 
 
 class SpecialisedBackward(NamedTuple):

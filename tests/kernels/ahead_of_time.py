@@ -137,21 +137,37 @@ def disassembled(compiled) -> str:
         return subprocess.run([CUOBJDUMP, "-sass", cubin.name], capture_output=True, text=True, check=True).stdout
 
 
+def loops(code: str) -> list[list[tuple[int, str, str]]]:
+    """Addresses, names and operands of the instructions of each loop, from where a branch leads back to."""
+    instructions = [(int(address, 16), name, rest) for address, name, rest in INSTRUCTION.findall(code)]
+    found = []
+    for end, name, rest in instructions:
+        jump = re.match(r" +0x([0-9a-f]+)", rest) if name == "BRA" else None
+        if jump and int(jump[1], 16) < end:
+            found.append([x for x in instructions if int(jump[1], 16) <= x[0] <= end])
+    return found
+
+
+def spills_beside_products(code: str, partitions: int) -> int:
+    """Loads and stores of spilled registers in the inner loops with products of the tensor cores.
+
+    Those are the shortest, one for each of the partitions of warps that compute; the longer ones have them inside.
+    """
+    bodies = [body for body in loops(code) if any(name.startswith("HGMMA") for _, name, _ in body)]
+    inner = sorted(bodies, key=len)[:partitions]
+    return sum(name.startswith(("LDL", "STL")) for body in inner for _, name, _ in body)
+
+
 def lost_operands(code: str) -> list[str]:
     """Registers that are a product's first operand in each round of a loop, come from before it, and are overwritten in
     it: ptxas 12.8 gave the registers of a K held through the loop to P, and all rounds but the first were wrong.
     """
-    instructions = [(int(address, 16), name, rest) for address, name, rest in INSTRUCTION.findall(code)]
     lost = set()
-    for end, name, rest in instructions:
-        jump = re.match(r" +0x([0-9a-f]+)", rest) if name == "BRA" else None
-        start = int(jump[1], 16) if jump else end
-        if start >= end:
-            continue
+    for body in loops(code):
         read, written = {}, {}
-        for at, name, rest in instructions:
+        for at, name, rest in body:
             numbers = [int(number) for number in re.findall(r"\bR(\d+)\b", rest)]
-            if not start <= at <= end or not re.match(r" +R\d+\b", rest):
+            if not re.match(r" +R\d+\b", rest):
                 continue
             product = re.match(r"HGMMA\.64x(\d+)x", name)
             if product and re.match(r" +R\d+, R\d+, gdesc", rest):
@@ -213,8 +229,12 @@ def compile_specialised(job: tuple) -> list[dict]:
     named = {kernel.arg_names[key[0]] if isinstance(key, tuple) else key: x for key, x in constants.items()}
     assert (named["CAUSAL"], named["DROPOUT"]) == (causal, dropout), job
     compiled = compile_gluon(kernel, signature, constants, options)
-    row = report("sm_90", compiled, specialised=job)
-    return [row | {"lost": lost_operands(disassembled(compiled))} if pass_ == "backward" else row]
+    code = disassembled(compiled)
+    if pass_ == "forward":
+        found = {"beside_products": spills_beside_products(code, config.consumers)}
+    else:
+        found = {"lost": lost_operands(code)}
+    return [report("sm_90", compiled, specialised=job) | found]
 
 
 def compile_gluon(kernel, signature: dict, constants: dict, options: dict, sizes: tuple[str, ...] = ()):

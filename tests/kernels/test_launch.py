@@ -50,7 +50,8 @@ def test_the_dq_of_a_deterministic_backward_is_explained_as_plain(deterministic)
 
 
 def test_a_length_without_settings_gets_the_plain_kernels(monkeypatch):
-    monkeypatch.setattr(tiles, "read_table", lambda: {"specialised": {"forward": {"64": {"full": {"long": [64, 3]}}}}})
+    table = {"specialised": {"forward": {"64": {"full": {"long": [64, 3, 2]}}}}}
+    monkeypatch.setattr(tiles, "read_table", lambda: table)
     tiles.specialised_for.cache_clear()
     chosen = [launch.is_specialised("forward", "sm_90", 64, BF16, seq_k, Options()) for seq_k in (4096, 4097)]
     tiles.specialised_for.cache_clear()

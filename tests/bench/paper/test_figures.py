@@ -203,9 +203,8 @@ def test_flash2_on_hopper_adds_up_dq_for_each_tile_of_keys(monkeypatch):
 
 def test_flash2_on_hopper_moves_keys_for_each_of_its_own_tiles_of_queries(monkeypatch):
     """In the forward pass: two tiles of 4 queries, of which the first sees no key of the second tile of keys. The plain
-    kernel's tiles were counted, of 64 queries where Hopper's are of 128."""
-    monkeypatch.setattr(io, "QUERIES", 4)
-    settings = {"forward": SimpleNamespace(n=4, stages=2), "backward": None}
+    kernel's tiles were counted, of 64 queries where Hopper's are of 128 or 192."""
+    settings = {"forward": SimpleNamespace(n=4, stages=2, consumers=2, queries=4), "backward": None}
     monkeypatch.setattr(io, "specialised_for", lambda pass_, *kind: settings[pass_])
     monkeypatch.setattr(io, "tiles_for", lambda *kind: Tiles(*[Tile(1, 1, 4, 1)] * 3))
     assert io.flash2_moves(8, 2, "sm_90", causal=True)["forward"] == 3 / 4 * 2 * 64 + 64 + 32
