@@ -254,8 +254,8 @@ def _producer(inputs, stats, buffers, stats_s, bars, batch, kv_head, j, heads, g
     """One warp: K and V once, then Q, its statistics and dO through rings of tiles.
 
     A slot of Q needs no barrier that tells when it is free. The consumers free dO of a tile when all are done with Q of
-    the tile before; and coming to tile t this warp has waited for dO of tile t - 1 - OS, hence for Q of t - 2 - OS,
-    which is t - QS.
+    the tile before. So once dO of tile t - OS is free, for which this warp waits at tile t, Q of tile t - 1 - OS is:
+    with one slot more than of dO that is the wanted one, if it waits before it loads Q, with two if it does so after.
     """
     q0, q1, k0, k1, v0, v1, do0, do1 = inputs
     q0_s, q1_s, k0_s, k1_s, v0_s, v1_s, do0_s, do1_s = buffers
@@ -276,12 +276,15 @@ def _producer(inputs, stats, buffers, stats_s, bars, batch, kv_head, j, heads, g
             row = STATS * ROWS * ((batch * heads + head) * tiles + m)
             s, o = t % QS, t % OS
             bar = q_full.index(s)
+            if QS == OS + 1:
+                mbarrier.wait(do_empty.index(o), (t // OS & 1) ^ 1)
             _load(q0, q1, q0_s.index(s), q1_s.index(s), bar, batch, m * M, head, Q_BYTES, D1)
             for i in gl.static_range(STATS):
                 tma.async_copy_global_to_shared(stats, [row + i, 0], bar, stats_s.index(STATS * s + i))
             if t == 0:  # S needs K and Q first
                 _load(v0, v1, v0_s, v1_s, k_full.index(1), batch, j, kv_head, K_BYTES, D1)
-            mbarrier.wait(do_empty.index(o), (t // OS & 1) ^ 1)
+            if QS == OS + 2:
+                mbarrier.wait(do_empty.index(o), (t // OS & 1) ^ 1)
             _load(do0, do1, do0_s.index(o), do1_s.index(o), do_full.index(o), batch, m * M, head, DO_BYTES, D1)
             t += 1
 
@@ -572,7 +575,7 @@ def main_kernel(
     """
     M: gl.constexpr = q0.block_type.shape[1]
     N: gl.constexpr = k0.block_type.shape[1]
-    QS: gl.constexpr = OS + 2  # see _producer
+    QS: gl.constexpr = OS + 1 if WARPS > 4 else OS + 2  # see _producer
     dtype: gl.constexpr = q0.dtype
     kv_heads = heads // groups
     bg, tile = _place(batches * kv_heads, gl.cdiv(seq_k, N), section)

@@ -64,7 +64,7 @@ class SpecialisedBackward(NamedTuple):
     warps: int
     """Warps that compute; four more load, add up dQ, or idle."""
     stages: int
-    """Tiles of dO in shared memory; of Q and of the statistics there are two more."""
+    """Tiles of dO in shared memory; of Q and of the statistics there are one or two more."""
     resident: int
     """Programs on a multiprocessor at a time, which share its registers."""
     fused: bool
