@@ -1,6 +1,7 @@
 """The figures of the tables: formulas by numbers worked out by hand, fits on known data, Markdown from made-up rows."""
 
 import json
+import math
 import subprocess
 from functools import partial
 from types import SimpleNamespace
@@ -83,18 +84,19 @@ def test_perplexities_of_other_runs_are_not_mixed():
     assert "`owt` after 3000 steps" in gpt2.markdown(done) and "100.00" not in gpt2.markdown(done)
 
 
-def test_how_far_apart_perplexities_end_is_told_beside_what_torchs_own_do():
-    ends = {"naive": 100.0, "sdpa": 101.0, "flash2": 98.0}  # ln(101 / 98) and ln(101 / 100)
+def test_how_much_perplexities_differ_is_told_beside_those_of_other_seeds():
+    ends = {"naive": 100.0, "sdpa": 100.0 * math.exp(0.03), "flash2": 100.0 * math.exp(-0.03)}
     rows = [speed_row("ours", name, "gpt2", 1024, 100_000) for name in ends]
     run = {"measured": "perplexity", "tokens": "web", "steps": 300, "seed": 1}
     found = [*rows, *(row | run | {"perplexity": ends[row["attention"]]} for row in rows)]
-    assert "by 0.0302 (gpt2; between `naive` and `sdpa` 0.0100, between two seeds of `naive` -)" in gpt2.markdown(found)
-    made = gpt2.markdown([*found, rows[0] | run | {"seed": 2, "perplexity": 95.0}])  # ln(100 / 95)
-    assert "by 0.0302 (gpt2; between `naive` and `sdpa` 0.0100, between two seeds of `naive` 0.0513)" in made
-    assert "95.00" not in made  # the column is of one seed
-    assert "farther apart than the seeds" not in made
-    made = gpt2.markdown([*found, rows[0] | run | {"seed": 2, "perplexity": 100.5}])
-    assert "Those of gpt2 are farther apart than the seeds" in made
+    assert "of 0.0300 (gpt2; of 1 seeds of `naive` -)" in gpt2.markdown(found)  # 0.03 off their mean, two of them
+    seed = rows[0] | run | {"perplexity": 100.0 * math.exp(0.08)}  # twice: the mean of three is 0.0533 off
+    made = gpt2.markdown([*found, seed | {"seed": 2}, seed | {"seed": 3}])
+    assert "of 0.0300 (gpt2; of 3 seeds of `naive` 0.0462)" in made
+    assert "108.33" not in made  # the column is of one seed
+    assert "differ more than the seeds" not in made
+    made = gpt2.markdown([*found, seed | {"seed": 2, "perplexity": 100.5}])
+    assert "Those of gpt2 differ more than the seeds" in made
 
 
 def test_contexts_are_compared_with_the_fused_softmax_at_the_shortest():
@@ -337,7 +339,7 @@ def test_perplexities_of_our_attentions_and_of_hugging_face_are_of_the_same_mode
         cell = learning.cell_of(training.cell_of(trainer, attention, "gpt2-nano", 16, 2, config), config)
         (row,) = learning.measure(cell, Cpu(), config)
         found[trainer, steps] = row["perplexity"]
-    (row,) = learning.measure(learning.cell_of(cell, config, learning.OTHER_SEED), Cpu(), config)
+    (row,) = learning.measure(learning.cell_of(cell, config, learning.OTHER_SEEDS[0]), Cpu(), config)
     assert row["perplexity"] != pytest.approx(found["ours", 8], rel=1e-3)
     assert cell["tokens"] == tokens.name
     assert found["huggingface", 8] == pytest.approx(found["ours", 8], rel=1e-3)
