@@ -595,7 +595,7 @@ def test_programs_that_walk_over_many_tiles_end(head_dim, causal):
             q, k, v, _ = draw(case, "cuda")
             options = Options(causal=causal, scale=head_dim**-0.5)
             out, logsumexp = launch.forward(q, k, v, *options)
-            plain = tiles_for("any", head_dim, BF16, causal, "long")
+            plain = tiles_for("sm_80", head_dim, BF16, causal, "long")  # no settings of Hopper
             plain_out, plain_logsumexp = launch.forward(q, k, v, *options, tiles=plain)
             torch.testing.assert_close(logsumexp, plain_logsumexp, atol=1e-3, rtol=0)
             assert ((out - plain_out).norm(dim=-1) <= 5e-2 * plain_out.norm(dim=-1)).all()
