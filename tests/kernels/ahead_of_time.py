@@ -230,11 +230,9 @@ def compile_specialised(job: tuple) -> list[dict]:
     assert (named["CAUSAL"], named["DROPOUT"]) == (causal, dropout), job
     compiled = compile_gluon(kernel, signature, constants, options)
     code = disassembled(compiled)
-    if pass_ == "forward":
-        found = {"beside_products": spills_beside_products(code, config.consumers)}
-    else:
-        found = {"lost": lost_operands(code)}
-    return [report("sm_90", compiled, specialised=job) | found]
+    beside = spills_beside_products(code, config.consumers if pass_ == "forward" else 1)
+    found = {"lost": lost_operands(code)} if pass_ == "backward" else {}
+    return [report("sm_90", compiled, specialised=job, beside_products=beside) | found]
 
 
 def compile_gluon(kernel, signature: dict, constants: dict, options: dict, sizes: tuple[str, ...] = ()):
