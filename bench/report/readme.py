@@ -13,6 +13,7 @@ import numpy as np
 from bench import charts
 from bench.paper.text import at_least, cost_text, speed_text, told_alone, whole_speed
 from bench.results_file import ROOT, read_results
+from bench.rows import geometric_mean, speedups
 from errors import UserError
 
 matplotlib.use("svg")  # draws without a screen
@@ -68,7 +69,7 @@ def parity_picture(results: Path, picture: Path) -> None:
 
 
 def attention_table(results: Path) -> str:
-    """TFLOP/s of forward / backward for the causal cells of one run of bench.attention."""
+    """TFLOP/s of forward / backward for the causal cells of one run of bench.attention, and cells kept of an older."""
     file = read_results(results / "h200" / "attention.json")
     rows, where = file["rows"], file["environment"]
     columns = {"flash2": "flash2", "sdpa_flash": "FlashAttention-2", "sdpa_cudnn": "cuDNN", "fa3": "FlashAttention-3"}
@@ -86,7 +87,26 @@ def attention_table(results: Path) -> str:
         both = (f"{cells.get((v, 'forward'), '-')} / {cells.get((v, 'backward'), '-')}" for v in columns)
         lines.append(f"| {head_dim} | {seq_len:,} | {batch} x {heads} | {' | '.join(both)} |")
     versions = f"torch {where['torch']}, Triton {where['triton']}, commit {where['commit'][:12]}"
-    return "\n".join([*lines, "", f"One {where['gpu']} ({versions}).{told_alone(rows)}"])
+    kept = {row["seq_len"]: row["commit"] for row in rows if "commit" in row}
+    older = "".join(f"; of {seq_len:,} tokens commit {commit[:12]}" for seq_len, commit in kept.items())
+    return "\n".join([*lines, "", f"One {where['gpu']} ({versions}{older}).{told_alone(rows)} {means(rows, columns)}"])
+
+
+def means(rows: list[dict], names: dict[str, str]) -> str:
+    """flash2's speed over each rival's with and without a mask, both passes together: over the lengths of a panel."""
+    found = []
+    for variant in ("sdpa_cudnn", "fa3"):
+        ratios = []
+        for panel in charts.PANELS:
+            speeds = speedups([row for row in rows if charts.panel_of(row) == panel], variant, "both")
+            mask = "causal" if panel.causal else "no mask"
+            ratios.append(f"{speed_text(geometric_mean(speeds), True)} (head {panel.head_dim}, {mask})")
+        found.append(f"{', '.join(ratios)} times {names[variant]}'s")
+    lengths = [row["seq_len"] for row in rows if charts.panel_of(row)]
+    return (
+        f"Both passes together, geometric means over {min(lengths):,} to {max(lengths):,} tokens, flash2's speed is "
+        f"{' and '.join(found)}."
+    )
 
 
 def documents_table(results: Path) -> str:
