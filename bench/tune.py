@@ -59,7 +59,7 @@ SPECIALISED_CANDIDATES = {
 }
 SPECIALISED_HEAD_DIMS = 64, 80, 96, 128
 MAX_SPILLS = 4  # registers
-SPILLS = {"forward specialised": 160, "backward specialised": 40}  # outside of inner loops, as test_ahead_of_time allows
+SPILLS = {"forward specialised": 160, "backward specialised": 40}  # outside of inner loops: test_ahead_of_time.py
 GAIN = 1.03  # over the plain kernels, for which the specialised ones are used
 MASKS = "causal", "full", "dropout"
 Job = tuple[str, int, str, tuple]  # kernel, head_dim, mask, tile

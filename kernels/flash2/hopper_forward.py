@@ -337,8 +337,8 @@ def _walk(
             alpha = gl.exp2(m - shift)
         if LATE:
             release(empty.index((it + j - 1) % STAGES), False, pred=j > 1)
-        # Also keeps the exponentials above the wait for PV, which they are to run under: the assembler moves them past
-        # no loop, and this wait is one.
+        # Also keeps two consumers' exponentials above the wait for PV, which they are to run under: the assembler moves
+        # them past no loop, and this wait is one.
         _await(full, it + j + 1, STAGES)
         acc0, acc1, p = _wait(0, acc0, acc1, p, D1)
         if not LATE:
@@ -518,7 +518,8 @@ def forward_kernel(
     number of programs up to that of the tiles.
     """
     gl.static_assert(STAGES >= 2)  # a block is waited for before the slot of the one before is given back
-    gl.static_assert(N >= ROWS)  # else one consumer could own two blocks more, and wait for what the other has to empty
+    # Else one consumer could own two blocks more than another, and wait for what that one has to empty.
+    gl.static_assert(N >= ROWS * (CONSUMERS - 1))
     q_slots = _slots(q0, q1, 2 * CONSUMERS, D1)
     k_slots = _slots(k0, k1, STAGES, D1)
     v_slots = _slots(v0, v1, STAGES, D1)
