@@ -123,8 +123,10 @@ def notes(rows: list[dict], perplexities: dict[tuple[int, str, str], dict]) -> s
         of_model = [row for row in shown if row["model"] == model]
         runs.append(f"{of_model[0]['batch_size']} x {run['context_length']} tokens ({model})")
         seeds = [row for (_, *which), row in perplexities.items() if which == [model, "naive"]]
-        apart.append(f"{deviation(of_model)} ({model}; of {len(seeds)} seeds of `naive` {deviation(seeds)})")
-        if len(seeds) > 1 and deviation(of_model) > deviation(seeds):
+        of_attentions, of_seeds = deviation(of_model), deviation(seeds)
+        texts = [f"{nats:.4f}".replace("nan", "-") for nats in (of_attentions, of_seeds)]
+        apart.append(f"{texts[0]} ({model}; of {len(seeds)} seeds of `naive` {texts[1]})")
+        if of_attentions > of_seeds:
             farther.append(model)
     text += (
         f"Perplexity is that of the validation tokens of `{run['tokens']}` after {run['steps']} steps of "
@@ -137,13 +139,13 @@ def notes(rows: list[dict], perplexities: dict[tuple[int, str, str], dict]) -> s
     return text
 
 
-def deviation(rows: list[dict]) -> str:
-    """The standard deviation of the losses, the perplexities' logarithms; a dash for fewer than two.
+def deviation(rows: list[dict]) -> float:
+    """The standard deviation of the losses, the perplexities' logarithms; NaN for fewer than two.
 
     Not how far the lowest is from the highest, which grows with their number.
     """
     found = [math.log(row["perplexity"]) for row in rows if row["status"] == "ok"]
-    return f"{statistics.stdev(found):.4f}" if len(found) > 1 else "-"
+    return statistics.stdev(found) if len(found) > 1 else math.nan
 
 
 def pictures(rows: list[dict], where: str) -> dict[str, Figure]:

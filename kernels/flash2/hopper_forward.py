@@ -59,7 +59,7 @@ def _store_layout(columns):
 
 @gluon.constexpr_function
 def _each(columns, consumers):
-    """Whether each thread of a consumer gives slots back for itself, see warpgroups.release; by the head size.
+    """Whether each thread of a consumer gives slots back for itself, see warpgroups.release.
 
     Causal on an H200, in two races: heads of 128 are 0 to 2 % faster by it at 8k and 2 to 5 % at 2k; heads of 64
     with two consumers are 1 to 4 % slower at 8k, as if the threads' arrivals cost more there than the warps' waiting.
