@@ -88,17 +88,15 @@ def _load(place, a, b, rings, shape, steps, TRANSPOSED: gl.constexpr):
 
 
 @gluon.jit
-def multiplier(C: gl.constexpr, a, b, start, rings, results, shape, TRANSPOSED: gl.constexpr, START: gl.constexpr):
+def multiplier(C: gl.constexpr, a, b, start, rings, results, shape, TRANSPOSED: gl.constexpr):
     """Rows 64 C to 64 C + 64 of every tile of this program. The first one loads for both, STAGES - 1 steps ahead.
 
-    TRANSPOSED, `b` reads [N, K] of B^T; else [K, N] of B. START tells what is added to the product: "columns", start
-    (columns,), a number to each, which are a multiple of N; "rows", start (rows,); or None.
+    TRANSPOSED, `b` reads [N, K] of B^T; else [K, N] of B. start (rows,) fp32 is added to each row, or is None.
     """
     rows, columns, depth = shape
     a_slots, b_slots, full, empty = rings
     c_slots, c_full, c_empty = results
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
-    o_n = gl.arange(0, N, layout=gl.SliceLayout(0, LAYOUT))
     o_m = C * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
     zeros = gl.zeros([ROWS, N], gl.float32, LAYOUT)
     count = count_tiles(rows, columns)
@@ -111,12 +109,9 @@ def multiplier(C: gl.constexpr, a, b, start, rings, results, shape, TRANSPOSED: 
     it = 0
     for n in range(count):
         acc = zeros
-        if START is not None:
-            i, j = tile_at(n, rows, columns)
-            if START == "rows":
-                acc += gl.load(start + i + o_m, mask=i + o_m < rows, other=0.0)[:, None]
-            else:
-                acc += gl.load(start + j + o_n).to(gl.float32)[None, :]
+        if start is not None:
+            i = tile_at(n, rows, columns)[0]
+            acc += gl.load(start + i + o_m, mask=i + o_m < rows, other=0.0)[:, None]
         acc = warpgroup_mma_init(acc)
         for k in range(0, depth, K):
             slot = it % STAGES

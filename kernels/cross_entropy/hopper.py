@@ -85,8 +85,8 @@ def linear_exponentials_kernel(a, b, start, out, sums, rows, columns, depth, voc
     shape = (rows, columns, depth)
     gl.warp_specialize(
         [
-            (multiplier, (0, a, b, start, rings, results, shape, True, "rows")),
-            (multiplier, (1, a, b, start, rings, results, shape, True, "rows")),
+            (multiplier, (0, a, b, start, rings, results, shape, True)),
+            (multiplier, (1, a, b, start, rings, results, shape, True)),
             (_exponentials, (results, out, sums, rows, columns, vocab_size)),
         ],
         [4, 4],

@@ -44,16 +44,18 @@ def _gelu(v):
 
 
 @gluon.jit
-def _gelu_of(results, out, saved, rows, columns, KEEP_OUTPUT: gl.constexpr):
-    """Writes gelu(C) and GELU's slope there or C itself, CHUNK rows of a tile at a time."""
+def _gelu_of(results, bias, out, saved, rows, columns, KEEP_OUTPUT: gl.constexpr):
+    """Writes gelu(C + bias) and GELU's slope there or C itself, CHUNK rows of a tile at a time."""
     c_slots, c_full, c_empty = results
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     CHUNKS: gl.constexpr = ROWS // CHUNK
+    o_n = gl.arange(0, N, layout=gl.SliceLayout(0, LAYOUT))
     o_m = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT))
-    offsets = (o_m * columns)[:, None] + gl.arange(0, N, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    offsets = (o_m * columns)[:, None] + o_n[None, :]
     for n in range(count_tiles(rows, columns)):
         i, j = tile_at(n, rows, columns)
         first, left = i.to(gl.int64) * columns + j, rows - i
+        b_bias = gl.load(bias + j + o_n).to(gl.float32)[None, :]
         for C in gl.static_range(2):
             mbarrier.wait(c_full.index(C), n & 1)
             c_next = c_slots.index(C).slice(0, CHUNK).load(LAYOUT)
@@ -65,7 +67,7 @@ def _gelu_of(results, out, saved, rows, columns, KEEP_OUTPUT: gl.constexpr):
                 if chunk == CHUNKS - 1:
                     mbarrier.arrive(c_empty.index(C))
                 mask = (o_m < left)[:, None]
-                b_out, slope = _gelu(c.to(gl.float32))
+                b_out, slope = _gelu(c.to(gl.float32) + b_bias)
                 gl.store(saved + first + offsets, slope.to(c.dtype) if KEEP_OUTPUT else c, mask=mask)
                 gl.store(out + first + offsets, b_out.to(c.dtype), mask=mask)
                 first += CHUNK * columns
@@ -73,10 +75,11 @@ def _gelu_of(results, out, saved, rows, columns, KEEP_OUTPUT: gl.constexpr):
 
 
 @gluon.jit
-def _gradient_of(results, out, saved, recomputed, sums, rows, columns, KEEP_OUTPUT: gl.constexpr):
+def _gradient_of(results, bias, out, saved, recomputed, sums, rows, columns, KEEP_OUTPUT: gl.constexpr):
     """Multiplies a tile with GELU's slope where it is, CHUNK rows at a time, and sums its columns.
 
-    What was saved is read two chunks ahead; if that is GELU's input, GELU's output is recomputed and written too.
+    What was saved is read two chunks ahead; if that is GELU's input but for the bias, GELU's output is recomputed and
+    written too.
     """
     c_slots, c_full, c_empty = results
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
@@ -89,6 +92,8 @@ def _gradient_of(results, out, saved, recomputed, sums, rows, columns, KEEP_OUTP
         i, j = tile_at(n, rows, columns)
         first, left = i.to(gl.int64) * columns + j, rows - i
         total = gl.zeros([CHUNK, N], gl.float32, LAYOUT)
+        if not KEEP_OUTPUT:
+            b_bias = gl.load(bias + j + o_n).to(gl.float32)[None, :]
         soon = gl.load(saved + first + offsets, mask=(o_m < left)[:, None], other=0.0)
         later = gl.load(saved + (first + step) + offsets, mask=(o_m < left - CHUNK)[:, None], other=0.0)
         for C in gl.static_range(2):
@@ -105,7 +110,7 @@ def _gradient_of(results, out, saved, recomputed, sums, rows, columns, KEEP_OUTP
                     mbarrier.arrive(c_empty.index(C))
                 mask = (o_m < left)[:, None]
                 if not KEEP_OUTPUT:
-                    b_out, slope = _gelu(slope)
+                    b_out, slope = _gelu(slope + b_bias)
                     gl.store(recomputed + first + offsets, b_out.to(c.dtype), mask=mask)
                 d = c.to(gl.float32) * slope
                 gl.store(out + first + offsets, d.to(c.dtype), mask=mask)
@@ -116,11 +121,13 @@ def _gradient_of(results, out, saved, recomputed, sums, rows, columns, KEEP_OUTP
 
 
 @gluon.jit
-def _epilogue(results, out, saved, recomputed, sums, rows, columns, GRADIENT: gl.constexpr, KEEP_OUTPUT: gl.constexpr):
+def _epilogue(
+    results, bias, out, saved, recomputed, sums, rows, columns, GRADIENT: gl.constexpr, KEEP_OUTPUT: gl.constexpr
+):
     if GRADIENT:
-        _gradient_of(results, out, saved, recomputed, sums, rows, columns, KEEP_OUTPUT)
+        _gradient_of(results, bias, out, saved, recomputed, sums, rows, columns, KEEP_OUTPUT)
     else:
-        _gelu_of(results, out, saved, rows, columns, KEEP_OUTPUT)
+        _gelu_of(results, bias, out, saved, rows, columns, KEEP_OUTPUT)
 
 
 @gluon.jit(do_not_specialize=["rows"])
@@ -128,21 +135,20 @@ def linear_gelu_kernel(
     a, b, bias, out, saved, recomputed, sums, rows, columns, depth,
     GRADIENT: gl.constexpr, KEEP_OUTPUT: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """out = gelu(C) for C = A B + bias, and `saved` GELU's slope there or, unless KEEP_OUTPUT, C itself. With GRADIENT
-    and no bias: out = C times the slope, which is `saved` or made of it; sums (cdiv(rows, M), columns) fp32 that over
-    the rows of each tile; and unless KEEP_OUTPUT recomputed = gelu(saved).
+    """out = gelu(C + bias) for C = A B, and `saved` GELU's slope there or, unless KEEP_OUTPUT, C itself. With GRADIENT:
+    out = C times the slope, which is `saved` or made of it; sums (cdiv(rows, M), columns) fp32 that over the rows of
+    each tile; and unless KEEP_OUTPUT recomputed = gelu(saved + bias).
 
     a reads [M, K] of A; b [N, K] of B^T or, with GRADIENT, [K, N] of B; out, saved and recomputed are (rows, columns),
     contiguous, columns a multiple of N; what is not used is None. Grid: any number of programs up to that of the tiles.
     """
     rings, results = shared_memory(a, b)
     shape = (rows, columns, depth)
-    START: gl.constexpr = None if GRADIENT else "columns"
     gl.warp_specialize(
         [
-            (multiplier, (0, a, b, bias, rings, results, shape, not GRADIENT, START)),
-            (multiplier, (1, a, b, bias, rings, results, shape, not GRADIENT, START)),
-            (_epilogue, (results, out, saved, recomputed, sums, rows, columns, GRADIENT, KEEP_OUTPUT)),
+            (multiplier, (0, a, b, None, rings, results, shape, not GRADIENT)),
+            (multiplier, (1, a, b, None, rings, results, shape, not GRADIENT)),
+            (_epilogue, (results, bias, out, saved, recomputed, sums, rows, columns, GRADIENT, KEEP_OUTPUT)),
         ],
         [4, 4],
         [REGISTERS, REGISTERS],
@@ -158,14 +164,14 @@ def _arguments(a, b, bias, out, saved, recomputed, sums, gradient: bool, keep_ou
 def compilation(dtype: torch.dtype, gradient: bool, keep_output: bool) -> tuple[dict, dict, dict]:
     """Signature, constants and options of linear_gelu_kernel, to compile it ahead of time."""
     x, floats = torch.empty((M.value, N.value), dtype=dtype), torch.empty(1)
-    others = (None, x, x, None if keep_output else x, floats) if gradient else (floats, x, x, None, None)
-    arguments = chain(*_arguments(x, x, *others, gradient, keep_output))
+    others = (x, None if keep_output else x, floats) if gradient else (x, None, None)
+    arguments = chain(*_arguments(x, x, floats, x, *others, gradient, keep_output))
     return *signature_of(linear_gelu_kernel, arguments), {"num_warps": 4}
 
 
 def _launch(a, b, bias, out, saved, recomputed, sums, gradient: bool, keep_output: bool) -> None:
     arguments = _arguments(a, b, bias, out, saved, recomputed, sums, gradient, keep_output)
-    launch_product(linear_gelu_kernel, (bias is None or bias.dtype,), a, *arguments)
+    launch_product(linear_gelu_kernel, (bias.dtype,), a, *arguments)
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor, keep_output: bool) -> tuple[Tensor, Tensor]:
@@ -176,10 +182,12 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor, keep_output: bool) -> tuple
     return saved, out
 
 
-def backward(dout: Tensor, weight: Tensor, saved: Tensor, keep_output: bool) -> tuple[Tensor, Tensor, Tensor]:
+def backward(
+    dout: Tensor, weight: Tensor, bias: Tensor, saved: Tensor, keep_output: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Same contract as definition.backward, where launch.py takes it."""
     rows, columns = saved.shape
     dpre, recomputed = torch.empty_like(saved), None if keep_output else torch.empty_like(saved)
     sums = torch.empty((-(-rows // M.value), columns), dtype=torch.float32, device=saved.device)
-    _launch(dout, weight, None, dpre, saved, recomputed, sums, gradient=True, keep_output=keep_output)
+    _launch(dout, weight, bias, dpre, saved, recomputed, sums, gradient=True, keep_output=keep_output)
     return dpre, sums.sum(0), saved.new_empty(0) if recomputed is None else recomputed

@@ -18,14 +18,16 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor, keep_output: bool) -> tuple
         from kernels.gelu import hopper  # Gluon, which is for no other GPU
 
         return hopper.forward(x, weight, bias, keep_output)
-    pre = F.linear(x, weight, bias.to(x.dtype))
-    return pre, triton_kernels.forward_(pre, keep_output)
+    saved, bias = F.linear(x, weight), bias.contiguous()
+    return saved, triton_kernels.forward_(saved, bias, keep_output)
 
 
-def backward(dout: Tensor, weight: Tensor, saved: Tensor, keep_output: bool) -> tuple[Tensor, Tensor, Tensor]:
+def backward(
+    dout: Tensor, weight: Tensor, bias: Tensor, saved: Tensor, keep_output: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Same contract as definition.backward."""
-    if _fuses(*saved.shape, dout, weight, saved):
+    if _fuses(*saved.shape, dout, weight, bias, saved):
         from kernels.gelu import hopper
 
-        return hopper.backward(dout, weight, saved, keep_output)
-    return triton_kernels.backward(dout @ weight, saved, keep_output)
+        return hopper.backward(dout, weight, bias, saved, keep_output)
+    return triton_kernels.backward(dout @ weight, saved, bias.contiguous(), keep_output)

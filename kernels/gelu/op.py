@@ -9,7 +9,9 @@ from kernels.operators import implement, rows_of
 
 _library = library.Library("gelu", "DEF")
 _library.define("forward(Tensor x, Tensor weight, Tensor bias, bool keep_output) -> (Tensor, Tensor)")
-_library.define("backward(Tensor dout, Tensor weight, Tensor saved, bool keep_output) -> (Tensor, Tensor, Tensor)")
+_library.define(
+    "backward(Tensor dout, Tensor weight, Tensor bias, Tensor saved, bool keep_output) -> (Tensor, Tensor, Tensor)"
+)
 
 
 implement(_library, "gelu", ("forward", "backward"))
@@ -22,7 +24,7 @@ def _(x, weight, bias, keep_output):
 
 
 @library.register_fake("gelu::backward")
-def _(dout, weight, saved, keep_output):
+def _(dout, weight, bias, saved, keep_output):
     sums = saved.new_empty(saved.shape[1], dtype=torch.promote_types(saved.dtype, torch.float32))
     return torch.empty_like(saved), sums, saved.new_empty(0) if keep_output else torch.empty_like(saved)
 
@@ -32,21 +34,21 @@ class _GeluMLP(torch.autograd.Function):
     def forward(ctx, x, weight, bias, out_weight, keep_output):
         matrix, out_matrix = weight.to(x.dtype), out_weight.to(x.dtype)
         saved, activated = torch.ops.gelu.forward(x, matrix, bias, keep_output)
-        ctx.save_for_backward(x, matrix, out_matrix, saved, activated if keep_output else None)
-        ctx.dtypes = weight.dtype, bias.dtype, out_weight.dtype
+        ctx.save_for_backward(x, matrix, bias, out_matrix, saved, activated if keep_output else None)
+        ctx.dtypes = weight.dtype, out_weight.dtype
         return activated @ out_matrix.T
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):
-        x, matrix, out_matrix, saved, activated = ctx.saved_tensors
+        x, matrix, bias, out_matrix, saved, activated = ctx.saved_tensors
         dout, keep_output = dout.contiguous(), activated is not None
-        kind, bias_kind, out_kind = ctx.dtypes
+        kind, out_kind = ctx.dtypes
         with torch.autocast(dout.device.type, enabled=False):
-            dpre, sums, recomputed = torch.ops.gelu.backward(dout, out_matrix, saved, keep_output)
+            dpre, sums, recomputed = torch.ops.gelu.backward(dout, out_matrix, bias, saved, keep_output)
             activated = activated if keep_output else recomputed
             dweight, dout_weight = weight_gradient(dpre, x, kind), weight_gradient(dout, activated, out_kind)
-            return dpre @ matrix, dweight, sums.to(bias_kind), dout_weight, None
+            return dpre @ matrix, dweight, sums.to(bias.dtype), dout_weight, None
 
 
 def gelu_mlp(x: Tensor, weight: Tensor, bias: Tensor, out_weight: Tensor, keep_output: bool = True) -> Tensor:
@@ -55,7 +57,7 @@ def gelu_mlp(x: Tensor, weight: Tensor, bias: Tensor, out_weight: Tensor, keep_o
     x (..., D), weight (C, D), bias (C,) and out_weight (E, C), in floating dtypes, in which they have their gradients
     too (kernels.linear). The second layer's own bias is left to what comes after (kernels.layer_norm). The gradient of
     GELU's bias is summed in fp32. With keep_output the forward pass saves GELU's output and its slope, (N, C) each in
-    x's dtype, for the backward pass; without it only GELU's input, from which both are recomputed: half the memory.
+    x's dtype, for the backward pass; without it only x weight^T, from which both are recomputed: half the memory.
 
     Raises:
         ValueError: the shapes do not fit each other.

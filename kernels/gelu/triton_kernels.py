@@ -33,14 +33,15 @@ def _gelu(v):
 
 @triton.jit
 def gelu_kernel(
-    x, out, rows, columns, M: tl.constexpr, N: tl.constexpr, KEEP_OUTPUT: tl.constexpr, UPCAST: tl.constexpr
+    x, bias, out, rows, columns, M: tl.constexpr, N: tl.constexpr, KEEP_OUTPUT: tl.constexpr, UPCAST: tl.constexpr
 ):
-    """out = gelu(x) for a tile; with KEEP_OUTPUT GELU's slope takes the place of x."""
+    """out = gelu(x + bias) for a tile; with KEEP_OUTPUT GELU's slope takes the place of x."""
     o_m = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
     o_n = tl.program_id(1) * N + tl.arange(0, N)
     mask = (o_m < rows)[:, None] & (o_n < columns)[None, :]
     o_x = o_m[:, None] * columns + o_n[None, :]
-    b_out, slope = _gelu(tl.load(x + o_x, mask=mask, other=0.0).to(tl.float32))
+    b_bias = tl.load(bias + o_n, mask=o_n < columns, other=0.0).to(tl.float32)[None, :]
+    b_out, slope = _gelu(tl.load(x + o_x, mask=mask, other=0.0).to(tl.float32) + b_bias)
     tl.store(out + o_x, to(b_out, out.dtype.element_ty, UPCAST), mask=mask)
     if KEEP_OUTPUT:
         tl.store(x + o_x, to(slope, out.dtype.element_ty, UPCAST), mask=mask)
@@ -50,6 +51,7 @@ def gelu_kernel(
 def gelu_gradient_kernel(
     dout,
     saved,
+    bias,
     dx,
     recomputed,
     sums,
@@ -63,19 +65,21 @@ def gelu_gradient_kernel(
 ):
     """dx for `slab` rows, a multiple of M, and its sum by column, a row of `sums` (slabs, columns) fp32.
 
-    `saved` is GELU's slope or, unless KEEP_OUTPUT, its input, from which its output is recomputed too.
+    `saved` is GELU's slope or, unless KEEP_OUTPUT, its input but for the bias, from which its output is recomputed too.
     """
     number = tl.program_id(0)
     first = number.to(tl.int64) * slab
     o_n = tl.program_id(1) * N + tl.arange(0, N)
     total = tl.zeros([M, N], tl.float32)
+    if not KEEP_OUTPUT:
+        b_bias = tl.load(bias + o_n, mask=o_n < columns, other=0.0).to(tl.float32)[None, :]
     for start in range(0, slab, M):
         o_m = first + start + tl.arange(0, M)
         mask = (o_m < rows)[:, None] & (o_n < columns)[None, :]
         o_x = o_m[:, None] * columns + o_n[None, :]
         slope = tl.load(saved + o_x, mask=mask, other=0.0).to(tl.float32)
         if not KEEP_OUTPUT:
-            b_out, slope = _gelu(slope)
+            b_out, slope = _gelu(slope + b_bias)
             tl.store(recomputed + o_x, to(b_out, dx.dtype.element_ty, UPCAST), mask=mask)
         b_dx = tl.load(dout + o_x, mask=mask, other=0.0).to(tl.float32) * slope
         total += b_dx
@@ -83,24 +87,25 @@ def gelu_gradient_kernel(
     tl.store(sums + number * columns + o_n, tl.sum(total, 0), mask=o_n < columns)
 
 
-def forward_(x: Tensor, keep_output: bool) -> Tensor:
-    """gelu(x), x (N, C), in its dtype; with keep_output GELU's slope takes the place of x."""
+def forward_(x: Tensor, bias: Tensor, keep_output: bool) -> Tensor:
+    """gelu(x + bias), x (N, C) and bias (C,), in x's dtype; with keep_output GELU's slope takes the place of x."""
     (rows, columns), (m, n, warps) = x.shape, FORWARD
     out = torch.empty_like(x)
     grid = triton.cdiv(rows, m), triton.cdiv(columns, n)
     with torch.cuda.device_of(x):
-        gelu_kernel[grid](x, out, rows, columns, m, n, keep_output, x.device.type == "cpu", num_warps=warps)
+        gelu_kernel[grid](x, bias, out, rows, columns, m, n, keep_output, x.device.type == "cpu", num_warps=warps)
     return out
 
 
-def backward(dout: Tensor, saved: Tensor, keep_output: bool) -> tuple[Tensor, Tensor, Tensor]:
+def backward(dout: Tensor, saved: Tensor, bias: Tensor, keep_output: bool) -> tuple[Tensor, Tensor, Tensor]:
     """dout times GELU's slope (N, C), in its dtype; its sums over rows (C,), in fp32; GELU's result or nothing."""
     (rows, columns), (m, n, warps) = saved.shape, BACKWARD
     slab = triton.cdiv(triton.cdiv(rows, m), SLABS) * m
     slabs = triton.cdiv(rows, slab)
     dx, sums = torch.empty_like(saved), torch.empty((slabs, columns), device=saved.device)
     recomputed = saved.new_empty(0) if keep_output else torch.empty_like(saved)
-    arguments = dout, saved, dx, recomputed, sums, rows, columns, slab, m, n, keep_output, saved.device.type == "cpu"
+    tensors, constants = (dout, saved, bias, dx, recomputed, sums), (m, n, keep_output, saved.device.type == "cpu")
+    grid = slabs, triton.cdiv(columns, n)
     with torch.cuda.device_of(saved):
-        gelu_gradient_kernel[slabs, triton.cdiv(columns, n)](*arguments, num_warps=warps)
+        gelu_gradient_kernel[grid](*tensors, rows, columns, slab, *constants, num_warps=warps)
     return dx, sums.sum(0).to(torch.promote_types(saved.dtype, torch.float32)), recomputed

@@ -263,12 +263,12 @@ def others(dtype: str) -> dict:
     m_c, k_c = cross_entropy.RESCALE_TILE
     scaled = (data, data, data, data, "*i64", fp32, size, MULTIPLE), {"M": m_c, "K": k_c} | upcast
     (m, n, forward_warps), (rows, columns, backward_warps) = gelu.FORWARD, gelu.BACKWARD
-    forward = (data, data, size, size), {"M": m, "N": n, "KEEP_OUTPUT": True} | upcast
+    forward = (data, fp32, data, size, size), {"M": m, "N": n, "KEEP_OUTPUT": True} | upcast
     m_s, n_s, softmax_warps = softmax.tile(LONGEST_ROW)
     masks = {"M": m_s, "N": n_s, "CAUSAL": True, "DOCUMENTS": True, "DROPOUT": True} | upcast
     rows_of_scores = (data, data, data, "*i32", "*i32", *[size] * 4, fp32[1:], size, fp32[1:]), masks
     constants = {"M": rows, "N": columns, "KEEP_OUTPUT": False} | upcast
-    backward = (data, data, data, data, fp32, size, size, size), constants
+    backward = (data, data, fp32, data, data, fp32, size, size, size), constants
     norms = {}
     for width in (768, 1000, layer_norm.WIDEST):
         columns_l = size if width % 16 else MULTIPLE

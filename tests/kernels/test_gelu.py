@@ -39,17 +39,16 @@ def gelu_and_slope(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def check(implementation, rows: int, columns: int, depth: int, dtype: torch.dtype) -> None:
     x, weight, bias, out_weight, dout = draw(rows, columns, depth, dtype)
-    exact = x.double() @ weight.double().T + bias.double()
     product = dout.double() @ out_weight.double()
-    pre, out = implementation.forward(x, weight, bias, False)
-    assert pre.dtype == out.dtype == dtype and is_rounded(pre, exact, 1.5)
-    expected, expected_slope = gelu_and_slope(pre)
+    saved, out = implementation.forward(x, weight, bias, False)
+    assert saved.dtype == out.dtype == dtype and is_rounded(saved, x.double() @ weight.double().T, 1.5)
+    expected, expected_slope = gelu_and_slope(saved.double() + bias.double())
     assert is_rounded(out, expected)
     slope, same = implementation.forward(x, weight, bias, True)
     assert torch.equal(same, out) and is_rounded(slope, expected_slope)
-    for keep_output, saved in ((False, pre), (True, slope)):
-        wanted = product * (saved.double() if keep_output else expected_slope)
-        dpre, sums, recomputed = implementation.backward(dout, out_weight, saved, keep_output)
+    for keep_output, kept in ((False, saved), (True, slope)):
+        wanted = product * (kept.double() if keep_output else expected_slope)
+        dpre, sums, recomputed = implementation.backward(dout, out_weight, bias, kept, keep_output)
         assert dpre.dtype == dtype and sums.dtype == torch.float32
         assert is_rounded(dpre, wanted, roundings=2**0.5)  # the product, then itself
         # of what one rounding does to a term, half of eps at most and 0.21 in the mean: a second one makes it 0.3
@@ -90,16 +89,16 @@ def test_what_is_large_enough_is_fused_and_what_hopper_cannot_read_is_not(bias_d
         hopper, "_launch", lambda *args, launch=hopper._launch, **kind: ran.append(1) or launch(*args, **kind)
     )
     x, weight, bias, _, _ = draw(2000, 3072, 768, torch.bfloat16, bias_dtype)
-    pre, out = launch.forward(x, weight, bias, False)
+    fused = launch.forward(x, weight, bias, False)
     shifted = torch.cat([x.flatten(), x.new_zeros(1)])[1:].view_as(x)  # at an address that TMA does not take
     spread = torch.stack([bias, bias], 1)[:, 0]
     others = [
         launch.forward(*of, False) for of in ((shifted, weight, bias), (x, weight, spread), (x[:8], weight, bias))
     ]
     assert len(ran) == 1
-    exact = x.double() @ weight.double().T + bias.double()
-    assert is_rounded(pre, exact, 1.5) and is_rounded(others[1][0], exact, 1.5)
-    assert is_rounded(out, gelu_and_slope(pre)[0])
+    exact = x.double() @ weight.double().T
+    for saved, out in (fused, others[1]):
+        assert is_rounded(saved, exact, 1.5) and is_rounded(out, gelu_and_slope(saved.double() + bias.double())[0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -109,11 +108,11 @@ def test_plain_kernels_round_once(dtype, keep_output):
     torch.manual_seed(0)
     x, dout = (3 * torch.randn(37, 65)).to(DEVICE, dtype), torch.randn(37, 65).to(DEVICE, dtype)
     x.flatten()[:3] = torch.tensor([-100.0, 100.0, 0.0])
-    saved = x.clone()
-    out = triton_kernels.forward_(saved, keep_output)
-    expected, slope = gelu_and_slope(x)
+    saved, bias = x.clone(), torch.randn(65, device=DEVICE)
+    out = triton_kernels.forward_(saved, bias, keep_output)
+    expected, slope = gelu_and_slope(x.double() + bias.double())
     assert is_rounded(out, expected) and (is_rounded(saved, slope) if keep_output else torch.equal(saved, x))
-    dx, sums, _ = triton_kernels.backward(dout, saved, keep_output)
+    dx, sums, _ = triton_kernels.backward(dout, saved, bias, keep_output)
     wanted = dout.double() * (saved.double() if keep_output else slope)
     assert is_rounded(dx, wanted)
     torch.testing.assert_close(sums.double(), wanted.sum(0), rtol=1e-5, atol=4e-4)
@@ -166,7 +165,7 @@ def test_the_operators_are_well_formed():
     x, weight, bias, out_weight, dout = draw(6, 20, 5, torch.float32)
     for keep_output in (False, True):
         library.opcheck(torch.ops.gelu.forward, (x, weight, bias, keep_output))
-        library.opcheck(torch.ops.gelu.backward, (dout, out_weight, x @ weight.T, keep_output))
+        library.opcheck(torch.ops.gelu.backward, (dout, out_weight, bias, x @ weight.T, keep_output))
 
 
 def test_only_whole_tiles_of_enough_work_are_fused(monkeypatch):
