@@ -2,6 +2,9 @@
 
 C = A B. GELU's own passes over memory are saved: it reads and writes what a product writes anyway. The slope is
 computed in the forward pass, which has to compute most of it, unless memory is to be saved.
+
+The bias is added in the epilogue too: to read it where a product starts holds up both warpgroups that multiply, for
+some 2 % of the forward pass at a depth of 2,048.
 """
 
 from itertools import chain
