@@ -14,7 +14,7 @@ CLASSES = {
     r"|^softmax(_gradient)?_kernel|flash|fmha|sdpa|cudnn::fusion"
     r"|softmax_warp|(?<!log)_softmax(?!.*nll)|cunn_SoftMax(?!.*LogSoftMax)",
     "head and loss": r"cross_entropy|log_softmax|nll_loss|cunn_SoftMax",
-    "matmul": r"nvjet|gemm|cutlass|cublas|splitK|xmma|^linear_(gelu|exponentials)_kernel",
+    "matmul": r"nvjet|gemm|cutlass|cublas|splitK|xmma|^linear_(gelu|exponentials|sum)_kernel",
     "optimizer": r"multi_tensor_apply|[Aa]dam|lpnorm|foreach",
 }
 REST = "normalisation and elementwise"

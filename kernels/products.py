@@ -24,3 +24,8 @@ def fuses(rows: int, columns: int, x: Tensor, *others: Tensor) -> bool:
     """is_fused of x (rows, depth) and the other tensors that the product reads."""
     fits = is_fused(rows, columns, x.shape[1], x.dtype, arch_of(x.device))
     return fits and are_aligned(x, *others) and all(tensor.is_contiguous() for tensor in (x, *others))
+
+
+def fuses_whole_tiles(rows: int, columns: int, x: Tensor, *others: Tensor) -> bool:
+    """fuses, where a row is one of whole tiles, as in any GPT-2 but the widest."""
+    return columns % TILE[1] == 0 and fuses(rows, columns, x, *others)

@@ -4,6 +4,7 @@ B batch, T sequence, C embedding, H heads, D head size, V vocabulary. Module nam
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from errors import UserError
 from kernels.gelu import gelu_mlp
-from kernels.layer_norm import normalise, total
+from kernels.layer_norm import normalise
 from kernels.linear import linear
 from model.attention import Attention, attend_projected, split_projection
 from model.loss import cross_entropy
@@ -94,21 +95,31 @@ class KeyValueCache:
         return self.kv[layer, 0, :, :stop], self.kv[layer, 1, :, :stop]
 
 
-Branch = tuple[Tensor, Tensor | None]
-"""What is to be added to the residual stream, (B, T, C), and a bias (C,) to be added with it."""
+class Branch(nn.Module):
+    """What adds to the residual stream: in its last product, c_proj's, unless dropout comes between the two.
+
+    The product leaves its bias's gradient to the LayerNorm that follows, which is told of added_bias.
+    """
+
+    c_proj: nn.Linear
+    dropout: nn.Dropout
+
+    @property
+    def drops(self) -> bool:
+        return self.training and self.dropout.p > 0
+
+    @property
+    def added_bias(self) -> Tensor | None:
+        return None if self.drops else self.c_proj.bias
+
+    def end(self, product: Callable[..., Tensor], stream: Tensor) -> Tensor:
+        """The stream with product(bias, what to add to) added, both (B, T, C)."""
+        if self.drops:
+            return stream + self.dropout(product(self.c_proj.bias, None))
+        return product(self.c_proj.bias.detach(), stream)
 
 
-def end_branch(x: Tensor, bias: Tensor, dropout: nn.Dropout) -> Branch:
-    """The branch of x, where its last layer has left out its bias, which dropout, where it drops, has to have in it."""
-    return (dropout(total(x, bias)), None) if dropout.training and dropout.p > 0 else (x, bias)
-
-
-def add_branch(x: Tensor, branch: Branch) -> Tensor:
-    """The residual stream x with a branch added, as kernels.layer_norm does where the sum is normalised."""
-    return total(*branch, x)
-
-
-class SelfAttention(nn.Module):
+class SelfAttention(Branch):
     def __init__(self, config: ModelConfig, attention: Attention, layer: int):
         super().__init__()
         self.n_head, self.layer, self.attention = config.n_head, layer, attention
@@ -116,7 +127,8 @@ class SelfAttention(nn.Module):
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, cache: KeyValueCache | None, cu_seqlens: Tensor | None) -> Branch:
+    def forward(self, x: Tensor, stream: Tensor, cache: KeyValueCache | None, cu_seqlens: Tensor | None) -> Tensor:
+        """The stream with what x, its LayerNorm, attends to; all (B, T, C)."""
         B, T, C = x.shape
         options = {
             "causal": T > 1,  # a single query is the last token, which sees all
@@ -130,26 +142,29 @@ class SelfAttention(nn.Module):
         else:
             q, k, v = split_projection(self.c_attn(x), self.n_head).unbind(2)
             y = self.attention(q, *cache.extend(self.layer, k, v), **options)
-        return end_branch(linear(y.reshape(B, T, C), self.c_proj.weight), self.c_proj.bias, self.dropout)
+        return self.end(partial(linear, y.reshape(B, T, C), self.c_proj.weight), stream)
 
 
-class MLP(nn.Module):
+class MLP(Branch):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, keep_output: bool = True) -> Branch:
-        """Of x (B, T, C). Without keep_output the backward pass recomputes GELU's, which is half of what is saved."""
-        x = gelu_mlp(x, self.c_fc.weight, self.c_fc.bias, self.c_proj.weight, keep_output)
-        return end_branch(x, self.c_proj.bias, self.dropout)
+    def forward(self, x: Tensor, stream: Tensor, keep_output: bool = True) -> Tensor:
+        """The stream with the layers' result for x, its LayerNorm; all (B, T, C).
+
+        Without keep_output the backward pass recomputes GELU's, which is half of what is saved.
+        """
+        weights = self.c_fc.weight, self.c_fc.bias, self.c_proj.weight
+        return self.end(partial(gelu_mlp, x, *weights, keep_output=keep_output), stream)
 
 
 class LayerNorm(nn.LayerNorm):
-    def forward(self, x: Tensor, branch: Branch | None) -> tuple[Tensor, Tensor]:
-        """x (B, T, C), with a branch that ends there, and that normalised: see kernels.layer_norm.normalise."""
-        return normalise(x, self.weight, self.bias, self.eps, *(branch or ()))
+    def forward(self, x: Tensor, added_bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x (B, T, C), the residual stream, and its LayerNorm: see kernels.layer_norm.normalise."""
+        return normalise(x, self.weight, self.bias, self.eps, added_bias)
 
 
 class Block(nn.Module):
@@ -162,27 +177,28 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(
-        self, x: Tensor, branch: Branch | None, cache: KeyValueCache | None, cu_seqlens: Tensor | None
-    ) -> tuple[Tensor, Branch]:
-        """The residual stream, and its last branch, which is still to be added: what normalises the sum adds it.
+        self, x: Tensor, added_bias: Tensor | None, cache: KeyValueCache | None, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The residual stream, and the bias in it that the next LayerNorm is to be told of.
 
         Forgets its activations where that is asked for and a backward pass may follow.
         """
         if self.activation_checkpointing != "full" or not torch.is_grad_enabled():
-            return self._forward(x, branch, cache, cu_seqlens)
-        drops = self.training and self.attn.dropout.p > 0
-        keep = partial(create_selective_checkpoint_contexts, KEPT if drops else KEPT + KEPT_WITHOUT_DROPOUT)
-        x = x if branch is None else add_branch(x, branch)  # one tensor to keep instead of two
-        return checkpoint(self._forward, x, None, cache, cu_seqlens, use_reentrant=False, context_fn=keep)
+            return self._forward(x, added_bias, cache, cu_seqlens)
+        kept = KEPT if self.attn.drops else KEPT + KEPT_WITHOUT_DROPOUT
+        keep = partial(create_selective_checkpoint_contexts, kept)
+        return checkpoint(self._forward, x, added_bias, cache, cu_seqlens, use_reentrant=False, context_fn=keep)
 
     def _forward(
-        self, x: Tensor, branch: Branch | None, cache: KeyValueCache | None, cu_seqlens: Tensor | None
-    ) -> tuple[Tensor, Branch]:
-        x, normalised = self.ln_1(x, branch)
-        x, normalised = self.ln_2(x, self.attn(normalised, cache, cu_seqlens))
-        branch, bias = self.mlp(normalised, keep_output=self.activation_checkpointing != "selective")
+        self, x: Tensor, added_bias: Tensor | None, cache: KeyValueCache | None, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        x, normalised = self.ln_1(x, added_bias)
+        x = self.attn(normalised, x, cache, cu_seqlens)
+        x, normalised = self.ln_2(x, self.attn.added_bias)
+        x = self.mlp(normalised, x, keep_output=self.activation_checkpointing != "selective")
+        added_bias = self.mlp.added_bias
         # A copy, since FSDP2 frees the parameters of a block that has returned.
-        return x, (branch, None if bias is None else bias.clone())
+        return x, None if added_bias is None else added_bias.clone()
 
 
 class GPT2(nn.Module):
@@ -229,12 +245,14 @@ class GPT2(nn.Module):
         positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
         # The residual stream is read and written some 4 n_layer times a step: in 16 bits where autocast is on.
         x = self.drop(_in_autocast_dtype(self.wte(tokens) + self.wpe(positions)))
-        branch = None
+        added_bias = None
         for block in self.h:
-            x, branch = block(x, branch, cache, cu_seqlens)
+            x, added_bias = block(x, added_bias, cache, cu_seqlens)
         if cache is not None:
             cache.length += tokens.shape[1]
-        x = self.ln_f(add_branch(x, branch))
+        if added_bias is not None:  # it gets its gradient here: torch's LayerNorm, which is fused with this, has no sum
+            x = x + (added_bias - added_bias.detach()).to(x.dtype)
+        x = self.ln_f(x)
         if targets is not None:
             return cross_entropy(x, self.wte.weight, targets, self.config.vocab_size)
         return F.linear(x, self.wte.weight)[..., : self.config.vocab_size]

@@ -7,14 +7,9 @@ from kernels import products
 from kernels.gelu import triton_kernels
 
 
-def _fuses(rows: int, columns: int, x: Tensor, *others: Tensor) -> bool:
-    """Whether hopper.py computes the product: in whole tiles of columns, any GPT-2's from 1281 tokens on."""
-    return columns % products.TILE[1] == 0 and products.fuses(rows, columns, x, *others)
-
-
 def forward(x: Tensor, weight: Tensor, bias: Tensor, keep_output: bool) -> tuple[Tensor, Tensor]:
     """Same contract as definition.forward."""
-    if _fuses(len(x), len(weight), x, weight, bias):
+    if products.fuses_whole_tiles(len(x), len(weight), x, weight, bias):
         from kernels.gelu import hopper  # Gluon, which is for no other GPU
 
         return hopper.forward(x, weight, bias, keep_output)
@@ -26,7 +21,7 @@ def backward(
     dout: Tensor, weight: Tensor, bias: Tensor, saved: Tensor, keep_output: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Same contract as definition.backward."""
-    if _fuses(*saved.shape, dout, weight, bias, saved):
+    if products.fuses_whole_tiles(*saved.shape, dout, weight, bias, saved):
         from kernels.gelu import hopper
 
         return hopper.backward(dout, weight, bias, saved, keep_output)

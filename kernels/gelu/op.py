@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, library
 from torch.autograd.function import once_differentiable
 
-from kernels.linear import weight_gradient
+from kernels.linear.op import bias_gradient, weight_gradient
 from kernels.operators import implement, rows_of
 
 _library = library.Library("gelu", "DEF")
@@ -31,42 +31,60 @@ def _(dout, weight, bias, saved, keep_output):
 
 class _GeluMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, out_weight, keep_output):
+    def forward(ctx, x, weight, bias, out_weight, out_bias, residual, keep_output):
         matrix, out_matrix = weight.to(x.dtype), out_weight.to(x.dtype)
         saved, activated = torch.ops.gelu.forward(x, matrix, bias, keep_output)
         ctx.save_for_backward(x, matrix, bias, out_matrix, saved, activated if keep_output else None)
-        ctx.dtypes = weight.dtype, out_weight.dtype
-        return activated @ out_matrix.T
+        ctx.dtypes = weight.dtype, out_weight.dtype, out_bias.dtype
+        return torch.ops.linear.forward(activated, out_matrix, out_bias, residual)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):
         x, matrix, bias, out_matrix, saved, activated = ctx.saved_tensors
+        dresidual = dout if ctx.needs_input_grad[5] else None
         dout, keep_output = dout.contiguous(), activated is not None
-        kind, out_kind = ctx.dtypes
+        kind, out_kind, out_bias_kind = ctx.dtypes
         with torch.autocast(dout.device.type, enabled=False):
             dpre, sums, recomputed = torch.ops.gelu.backward(dout, out_matrix, bias, saved, keep_output)
             activated = activated if keep_output else recomputed
             dweight, dout_weight = weight_gradient(dpre, x, kind), weight_gradient(dout, activated, out_kind)
-            return dpre @ matrix, dweight, sums.to(bias.dtype), dout_weight, None
+            dx, dbias = dpre @ matrix, sums.to(bias.dtype)
+            dout_bias = bias_gradient(dout, out_bias_kind) if ctx.needs_input_grad[4] else None
+            return dx, dweight, dbias, dout_weight, dout_bias, dresidual, None
 
 
-def gelu_mlp(x: Tensor, weight: Tensor, bias: Tensor, out_weight: Tensor, keep_output: bool = True) -> Tensor:
-    """gelu(x weight^T + bias) out_weight^T in x's dtype, autocast or not, with tanh-GELU.
+def gelu_mlp(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    out_weight: Tensor,
+    out_bias: Tensor,
+    residual: Tensor | None = None,
+    keep_output: bool = True,
+) -> Tensor:
+    """gelu(x weight^T + bias) out_weight^T + out_bias + residual in x's dtype, autocast or not, with tanh-GELU.
 
-    x (..., D), weight (C, D), bias (C,) and out_weight (E, C), in floating dtypes, in which they have their gradients
-    too (kernels.linear). The second layer's own bias is left to what comes after (kernels.layer_norm). The gradient of
-    GELU's bias is summed in fp32. With keep_output the forward pass saves GELU's output and its slope, (N, C) each in
-    x's dtype, for the backward pass; without it only x weight^T, from which both are recomputed: half the memory.
+    x (..., D), weight (C, D), bias (C,), out_weight (E, C), out_bias (E,) and residual (..., E), in floating dtypes, in
+    which they have their gradients too; see kernels.linear, of out_bias's as well. The gradient of GELU's bias is
+    summed in fp32. With keep_output the forward pass saves GELU's output and its slope, (N, C) each in x's dtype, for
+    the backward pass; without it only x weight^T, from which both are recomputed: half the memory.
 
     Raises:
         ValueError: the shapes do not fit each other.
     """
-    if weight.shape[1:] != x.shape[-1:] or bias.shape != weight.shape[:1] or out_weight.shape[1:] != bias.shape:
-        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (x, weight, bias, out_weight))
-        raise ValueError(f"gelu_mlp takes x (..., D), weight (C, D), bias (C,) and out_weight (E, C), not {shapes}")
-    rows, keep_output = rows_of(x), keep_output and torch.is_grad_enabled()
+    inner, shape = bias.shape, (*x.shape[:-1], *out_bias.shape)
+    fits = (weight.shape, out_weight.shape) == ((*inner, *x.shape[-1:]), (*out_bias.shape, *inner))
+    if not fits or (residual is not None and residual.shape != shape):
+        given = (x, weight, bias, out_weight, out_bias, residual)
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in given if tensor is not None)
+        raise ValueError(
+            "gelu_mlp takes x (..., D), weight (C, D), bias (C,), out_weight (E, C), out_bias (E,) and residual "
+            f"(..., E), not {shapes}"
+        )
+    residual = None if residual is None else rows_of(residual.to(x.dtype))
+    keep_output = keep_output and torch.is_grad_enabled()
     with torch.autocast(x.device.type, enabled=False):
-        out = _GeluMLP.apply(rows, weight, bias, out_weight, keep_output)
-    shape = *x.shape[:-1], len(out_weight)
+        parameters = weight, bias, out_weight, out_bias.contiguous()
+        out = _GeluMLP.apply(rows_of(x), *parameters, residual, keep_output)
     return torch.ops.aten._unsafe_view(out, shape)  # of a view FSDP2 warns where a module returns it

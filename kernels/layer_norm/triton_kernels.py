@@ -1,8 +1,8 @@
-"""LayerNorm after a residual branch and its gradient in Triton, by the bandwidth of HBM: each row is read once.
+"""LayerNorm of a residual stream and its gradient in Triton, by the bandwidth of HBM: each row is read once.
 
-A program takes every P-th tile of M rows, of P programs. Backward it holds what its rows sum to by column; the
-programs' sums are added in a fixed order afterwards; and so that few of them keep HBM busy, they load two tiles ahead
-of the one at hand, where shared memory holds these. Forward, short rows have a program for each tile.
+A program takes every P-th tile of M rows, of P programs. Backward it holds what its rows sum to by column, and the
+programs' sums are added in a fixed order afterwards. So that few of them keep HBM busy, they load two tiles ahead of
+the one at hand, where shared memory holds these. Forward, short rows have a program for each tile.
 """
 
 import torch
@@ -15,11 +15,11 @@ from kernels.layer_norm import definition
 from kernels.rounding import to
 
 WIDEST = 8192  # columns that a program has registers for
-ELEMENTS, PER_THREAD = 4096, 32  # of a tile, which has one row at least, and of a thread
-# Programs forward, for rows that are not SHORT, each of which takes several so that weight and bias are read less
-# often. On an H200 in 16 bits, among the fastest of some twenty choices at each of five widths: 3 to 6 % above the time
-# in which as much is copied, and at 2560 columns 9 %.
-FORWARD_PROGRAMS, SHORT = 4 * 132, 2048
+ELEMENTS, PER_THREAD = 4096, 32  # of a tile, which has one row at least, and of a thread; forward twice as many
+# Rows of a tile forward, at least, where they are SHORT, and programs where they are not; in either case several rows
+# share the weight and the bias that a program reads. On an H200 in 16 bits, among the fastest of some hundred choices
+# at widths of 768, 1024, 2048 and 2560: the time in which as much is copied and 8, 1, 2 and 13 %.
+FORWARD_ROWS, FORWARD_PROGRAMS, SHORT = 4, 4 * 132, 2048
 # Programs backward. On an H200, at widths of 768, 2048 and 2560 in 16 bits, the fastest of some thirty choices each:
 # within 2 % of the time in which as much is copied.
 PROGRAMS = 2 * 132
@@ -28,32 +28,22 @@ STAGES, LARGEST_STAGE = 3, 3 * 8192  # bytes of three tiles, two of which fit in
 
 @triton.jit
 def layer_norm_kernel(
-    x, branch, branch_bias, weight, bias, stream, out, mean, rstd, rows, columns, eps,
-    M: tl.constexpr, N: tl.constexpr, UPCAST: tl.constexpr,
+    x, weight, bias, out, mean, rstd, rows, columns, eps,
+    M: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """stream = x + branch + branch_bias, LayerNorm of that, and its mean and rstd, which are fp32, by M rows.
+    """LayerNorm of x, and its mean and rstd, which are fp32, by M rows.
 
-    x, branch, stream and out are (rows, columns), dense; branch and stream None where x is what is normalised, and
-    branch_bias (columns,) where a branch has none. N is a power of two of at least `columns`.
+    x and out are (rows, columns), dense; N is a power of two of at least `columns`.
     """
     o_n = tl.arange(0, N)
     inside = (o_n < columns)[None, :]
     b_weight = tl.load(weight + o_n, mask=o_n < columns, other=0.0).to(tl.float32)[None, :]
     b_bias = tl.load(bias + o_n, mask=o_n < columns, other=0.0).to(tl.float32)[None, :]
-    if branch_bias is not None:
-        b_branch_bias = tl.load(branch_bias + o_n, mask=o_n < columns, other=0.0).to(tl.float32)[None, :]
-    for start in tl.range(tl.program_id(0) * M, rows, tl.num_programs(0) * M, num_stages=1):
+    for start in tl.range(tl.program_id(0) * M, rows, tl.num_programs(0) * M, num_stages=STAGES):
         o_m = start + tl.arange(0, M)
         mask = (o_m < rows)[:, None] & inside
         o_x = o_m.to(tl.int64)[:, None] * columns + o_n[None, :]
         b_x = tl.load(x + o_x, mask=mask, other=0.0).to(tl.float32)
-        if branch is not None:
-            b_branch = tl.load(branch + o_x, mask=mask, other=0.0).to(tl.float32)
-            if branch_bias is not None:
-                b_branch += b_branch_bias
-            b_stream = to(b_x + b_branch, stream.dtype.element_ty, UPCAST)
-            tl.store(stream + o_x, b_stream, mask=mask)
-            b_x = b_stream.to(tl.float32)
         b_mean = tl.sum(b_x, 1) / columns
         centred = tl.where(inside, b_x - b_mean[:, None], 0.0)
         b_rstd = 1 / tl.sqrt(tl.sum(centred * centred, 1) / columns + eps)
@@ -66,9 +56,9 @@ def layer_norm_kernel(
 @triton.jit
 def layer_norm_gradient_kernel(
     dout, dstream, x, weight, mean, rstd, dx, sums, rows, columns,
-    M: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr, BRANCH_BIAS: tl.constexpr, UPCAST: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr, WITH_SUM: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """dx for tiles of M rows; the gradients by weight, bias and, where there is a BRANCH_BIAS, that of these rows.
+    """dx for tiles of M rows; the gradients by weight and bias and, WITH_SUM, the sum of these rows.
 
     They are a program's two or three rows of `sums` (2 P or 3 P, C) fp32. dout, dstream, x and dx are (rows, columns),
     dense; N is a power of two of at least `columns`.
@@ -77,7 +67,7 @@ def layer_norm_gradient_kernel(
     inside = o_n < columns
     b_weight = tl.load(weight + o_n, mask=inside, other=0.0).to(tl.float32)
     by_weight, by_bias = tl.zeros([M, N], tl.float32), tl.zeros([M, N], tl.float32)
-    by_branch_bias = tl.zeros([M, N], tl.float32)
+    total = tl.zeros([M, N], tl.float32)
     for start in tl.range(tl.program_id(0) * M, rows, tl.num_programs(0) * M, num_stages=STAGES):
         o_m = start + tl.arange(0, M)
         mask = (o_m < rows)[:, None] & inside[None, :]
@@ -93,59 +83,63 @@ def layer_norm_gradient_kernel(
         tl.store(dx + o_x, to(b_dx, dx.dtype.element_ty, UPCAST), mask=mask)
         by_weight += b_dout * normalised
         by_bias += b_dout
-        if BRANCH_BIAS:
-            by_branch_bias += b_dx
-    p_sums = sums + tl.program_id(0).to(tl.int64) * (3 if BRANCH_BIAS else 2) * columns + o_n
+        if WITH_SUM:
+            total += b_dx
+    p_sums = sums + tl.program_id(0).to(tl.int64) * (3 if WITH_SUM else 2) * columns + o_n
     tl.store(p_sums, tl.sum(by_weight, 0), mask=inside)
     tl.store(p_sums + columns, tl.sum(by_bias, 0), mask=inside)
-    if BRANCH_BIAS:
-        tl.store(p_sums + 2 * columns, tl.sum(by_branch_bias, 0), mask=inside)
+    if WITH_SUM:
+        tl.store(p_sums + 2 * columns, tl.sum(total, 0), mask=inside)
 
 
-def forward(
-    x: Tensor, branch: Tensor | None, branch_bias: Tensor | None, weight: Tensor, bias: Tensor, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """Same contract as definition.forward, which computes rows wider than WIDEST and fp64."""
     rows, columns = x.shape
     if columns > WIDEST or x.dtype == torch.float64:
-        return definition.forward(x, branch, branch_bias, weight, bias, eps)
-    m, n, warps = tile(columns)
+        return definition.forward(x, weight, bias, eps)
+    m, n, warps, ahead = forward_tile(columns, x.dtype)
     programs = triton.cdiv(rows, m) if columns <= SHORT else min(triton.cdiv(rows, m), FORWARD_PROGRAMS)
-    stream, out = None if branch is None else torch.empty_like(x), torch.empty_like(x)
+    out = torch.empty_like(x)
     mean, rstd = (torch.empty((rows, 1), device=x.device) for _ in range(2))
-    tensors = x, branch, branch_bias, weight, bias, stream, out, mean, rstd
-    kinds = branch is None, branch_bias is None or branch_bias.dtype, x.dtype, weight.dtype, bias.dtype
-    key, constants = (*kinds, x.device), (m, n, x.device.type == "cpu")
+    tensors, key = (x, weight, bias, out, mean, rstd), (x.dtype, weight.dtype, bias.dtype, x.device)
+    constants = m, n, ahead, x.device.type == "cpu"
     with torch.cuda.device_of(x):
         launch(layer_norm_kernel, key, programs, tensors, (rows, columns, eps), constants, num_warps=warps)
-    return x.new_empty(0) if stream is None else stream, out, mean, rstd
+    return out, mean, rstd
 
 
 def backward(
-    dout: Tensor, dstream: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, has_branch_bias: bool
+    dout: Tensor, dstream: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, with_sum: bool
 ) -> tuple[Tensor, Tensor]:
     """Same contract as definition.backward, which computes rows wider than WIDEST and fp64."""
     rows, columns = x.shape
     if columns > WIDEST or x.dtype == torch.float64:
-        return definition.backward(dout, dstream, x, weight, mean, rstd, has_branch_bias)
+        return definition.backward(dout, dstream, x, weight, mean, rstd, with_sum)
     m, n, warps = tile(columns)
     programs = min(triton.cdiv(rows, m), PROGRAMS)
-    dx, sums = torch.empty_like(x), torch.empty((programs, 3 if has_branch_bias else 2, columns), device=x.device)
+    dx, sums = torch.empty_like(x), torch.empty((programs, 3 if with_sum else 2, columns), device=x.device)
     tensors = dout, dstream, x, weight, mean, rstd, dx, sums
     key = x.dtype, weight.dtype, x.device
-    constants = m, n, stages(m * n, x.dtype), has_branch_bias, x.device.type == "cpu"
+    constants = m, n, stages(m * n, x.dtype), with_sum, x.device.type == "cpu"
     with torch.cuda.device_of(x):
         launch(layer_norm_gradient_kernel, key, programs, tensors, (rows, columns), constants, num_warps=warps)
     return dx, sums.sum(0)
 
 
 def tile(columns: int) -> tuple[int, int, int]:
-    """M and N of the kernels, and their warps."""
+    """M and N of layer_norm_gradient_kernel, and its warps."""
     n = triton.next_power_of_2(columns)
     m = max(ELEMENTS // n, 1)
     return m, n, max(m * n // (32 * PER_THREAD), 1)
 
 
+def forward_tile(columns: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """M and N of layer_norm_kernel, its warps and STAGES."""
+    n = triton.next_power_of_2(columns)
+    m = max(ELEMENTS // n, FORWARD_ROWS if columns <= SHORT else 1)
+    return m, n, max(m * n // (32 * 2 * PER_THREAD), 1), 1 if columns <= SHORT else stages(m * n, dtype)
+
+
 def stages(elements: int, dtype: torch.dtype) -> int:
-    """STAGES of layer_norm_gradient_kernel, for tiles of so many elements."""
+    """STAGES of a kernel whose programs take several tiles, of so many elements."""
     return STAGES if 3 * elements * dtype.itemsize <= LARGEST_STAGE else 1

@@ -256,6 +256,7 @@ def test_speed_memory_and_floor_are_compared_at_the_best(cell):
         ("gelu_gradient_kernel", "normalisation and elementwise"),
         ("linear_gelu_kernel", "matmul"),
         ("linear_exponentials_kernel", "matmul"),
+        ("linear_sum_kernel", "matmul"),
         ("cross_entropy_sums_kernel", "head and loss"),
         ("triton_per_fused__to_copy_add_native_layer_norm_5", "normalisation and elementwise"),
     ],

@@ -32,6 +32,7 @@ from kernels.gelu import hopper as hopper_gelu
 from kernels.gelu import triton_kernels as gelu
 from kernels.launcher import triton_version
 from kernels.layer_norm import triton_kernels as layer_norm
+from kernels.linear import hopper as hopper_linear
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -243,9 +244,12 @@ def compile_gluon(kernel, signature: dict, constants: dict, options: dict, sizes
 
 
 def compile_fused(job: tuple) -> list[dict]:
-    """A matrix product of Hopper with GELU or, for the head, exponentials in its epilogue."""
-    if job:
-        kernel, compilation = hopper_gelu.linear_gelu_kernel, hopper_gelu.compilation(torch.bfloat16, *job)
+    """A matrix product of Hopper with GELU, a sum or, for the head, exponentials in its epilogue."""
+    name, *kind = job
+    if name == "gelu":
+        kernel, compilation = hopper_gelu.linear_gelu_kernel, hopper_gelu.compilation(torch.bfloat16, *kind)
+    elif name == "sum":
+        kernel, compilation = hopper_linear.linear_sum_kernel, hopper_linear.compilation(torch.bfloat16, *kind)
     else:
         kernel, compilation = hopper_loss.linear_exponentials_kernel, hopper_loss.compilation()
     compiled = compile_gluon(kernel, *compilation, ("columns", "depth"))
@@ -273,22 +277,17 @@ def others(dtype: str) -> dict:
     for width in (768, 1000, layer_norm.WIDEST):
         columns_l = size if width % 16 else MULTIPLE
         m_l, n_l, warps = layer_norm.tile(width)
-        types = data, data, fp32, fp32, fp32, data, data, fp32, fp32, size, columns_l, fp32[1:]
-        norms[f"layer_norm {width}"] = layer_norm.layer_norm_kernel, types, {"M": m_l, "N": n_l} | upcast, warps
-        none = "constexpr"
-        alone = data, none, none, fp32, fp32, none, data, fp32, fp32, MULTIPLE, columns_l, fp32[1:]
-        without = {"branch": None, "branch_bias": None, "stream": None, "M": m_l, "N": n_l} | upcast
-        norms[f"layer_norm without a branch {width}"] = layer_norm.layer_norm_kernel, alone, without, warps
+        types = data, fp32, fp32, data, fp32, fp32, size, columns_l, fp32[1:]
+        *sizes, forward_warps_l, ahead = layer_norm.forward_tile(width, DTYPES[dtype])
+        constants_l = dict(zip(("M", "N", "STAGES"), (*sizes, ahead), strict=True)) | upcast
+        norms[f"layer_norm {width}"] = layer_norm.layer_norm_kernel, types, constants_l, forward_warps_l
         types = data, data, data, fp32, fp32, fp32, data, fp32, size, columns_l
-        constants_l = {"STAGES": layer_norm.stages(m_l * n_l, DTYPES[dtype]), "BRANCH_BIAS": True} | upcast
+        constants_l = {"STAGES": layer_norm.stages(m_l * n_l, DTYPES[dtype]), "WITH_SUM": True} | upcast
         constants_l |= {"M": m_l, "N": n_l}
         norms[f"layer_norm gradient {width}"] = layer_norm.layer_norm_gradient_kernel, types, constants_l, warps
-        if width == 768:  # in dropout a branch has its bias already
-            without = constants_l | {"BRANCH_BIAS": False}
-            norms["layer_norm gradient without a bias"] = layer_norm.layer_norm_gradient_kernel, types, without, warps
-            types = data, data, none, fp32, fp32, data, data, fp32, fp32, size, columns_l, fp32[1:]
-            without = {"branch_bias": None, "M": m_l, "N": n_l} | upcast
-            norms["layer_norm without a bias"] = layer_norm.layer_norm_kernel, types, without, warps
+        if width == 768:  # after dropout
+            without = constants_l | {"WITH_SUM": False}
+            norms["layer_norm gradient without a sum"] = layer_norm.layer_norm_gradient_kernel, types, without, warps
     step = ("*i64", "*i32", fp32, fp32, *[fp32[1:]] * 7), {"CHUNK": adamw.CHUNK, "ALIGNED": True}
     return {
         "adamw": (adamw.adamw_kernel, *step, adamw.WARPS),
@@ -338,11 +337,16 @@ def specialised() -> list[tuple]:
 
 
 def fused() -> list[tuple]:
-    """Jobs for the products with GELU, a few seconds each: whether of the gradient, whether GELU's output is kept; and
-    an empty one for the head's. None where there are no specialised ones."""
+    """Jobs for the products with more in their epilogue, a few seconds each: GELU's, whether of the gradient, whether
+    its output is kept; the sums, whether with a residual; the head's. None where there are no specialised ones."""
     if triton_version() < (3, 6):
         return []
-    return [*itertools.product((False, True), (False, True)), ()]
+    either = False, True
+    return (
+        [("gelu", *kind) for kind in itertools.product(either, either)]
+        + [("sum", kind) for kind in either]
+        + [("exponentials",)]
+    )
 
 
 def tuned() -> list[tuple]:

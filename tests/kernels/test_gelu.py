@@ -123,10 +123,11 @@ def test_plain_kernels_round_once(dtype, keep_output):
 def test_gradients_reach_all_parameters_through_any_shape(keep_output, shape):
     _, weight, bias, _, _ = draw(30, 24, 15, torch.float32)
     x = torch.randn(15, *shape, device=DEVICE).movedim(0, -1).requires_grad_()  # not dense
-    out_weight, dout = torch.randn(7, 24, device=DEVICE), torch.randn(7, *shape, device=DEVICE).movedim(0, -1)
-    inputs = x, *(parameter.requires_grad_() for parameter in (weight, bias, out_weight))
+    out_weight, out_bias = torch.randn(7, 24, device=DEVICE), torch.randn(7, device=DEVICE)
+    residual, dout = (torch.randn(7, *shape, device=DEVICE).movedim(0, -1) for _ in range(2))
+    inputs = x, *(leaf.requires_grad_() for leaf in (weight, bias, out_weight, out_bias, residual))
     found = gelu_mlp(*inputs, keep_output)
-    expected = F.linear(F.gelu(F.linear(x, weight, bias), approximate="tanh"), out_weight)
+    expected = F.linear(F.gelu(F.linear(x, weight, bias), approximate="tanh"), out_weight, out_bias) + residual
     torch.testing.assert_close(found, expected)
     gradients = [torch.autograd.grad(out, inputs, dout) for out in (found, expected)]
     for ours, theirs in zip(*gradients, strict=True):
@@ -137,25 +138,30 @@ def test_gradients_reach_all_parameters_through_any_shape(keep_output, shape):
 def test_weights_in_fp32_get_gradients_that_no_16_bits_hold(keep_output):
     x, weight, bias, out_weight, dout = draw(70, 48, 16, torch.bfloat16)
     weights = [parameter.float().requires_grad_() for parameter in (weight, out_weight)]
-    found = torch.autograd.grad(gelu_mlp(x, weights[0], bias, weights[1], keep_output), weights, dout)
+    zeros = torch.zeros(len(weights[1]), device=DEVICE)
+    out = gelu_mlp(x, weights[0], bias, weights[1], zeros, keep_output=keep_output)
+    found = torch.autograd.grad(out, weights, dout)
     for gradient in found:
         assert gradient.dtype == torch.float32 and not torch.equal(gradient, gradient.bfloat16().float())
 
 
 def test_the_result_is_in_the_inputs_dtype_under_autocast_too():
     x, weight, bias, out_weight, _ = draw(6, 20, 5, torch.float32)
+    out_bias = torch.zeros(len(out_weight), device=DEVICE)
     with torch.autocast(DEVICE, torch.bfloat16):
-        out = gelu_mlp(x.requires_grad_(), weight, bias, out_weight)
+        out = gelu_mlp(x.requires_grad_(), weight, bias, out_weight, out_bias)
         out.sum().backward()
     assert out.dtype == torch.float32
-    (wanted,) = torch.autograd.grad(gelu_mlp(x, weight, bias, out_weight).sum(), x)
+    (wanted,) = torch.autograd.grad(gelu_mlp(x, weight, bias, out_weight, out_bias).sum(), x)
     assert torch.equal(x.grad, wanted)
 
 
-@pytest.mark.parametrize(("which", "shape"), [(0, (6, 4)), (1, (20, 4)), (2, (19,)), (3, (5, 19))], ids=str)
+@pytest.mark.parametrize(
+    ("which", "shape"), [(0, (6, 4)), (1, (20, 4)), (2, (19,)), (3, (5, 19)), (4, (4,)), (5, (5, 6))], ids=str
+)
 def test_shapes_that_do_not_fit_are_refused(which, shape):
     """By Hopper's kernel too, which would read zeros past the end of a row, or beyond the end of a bias."""
-    inputs = list(draw(6, 20, 5, torch.float32)[:4])
+    inputs = [*draw(6, 20, 5, torch.float32)[:4], torch.zeros(5, device=DEVICE), torch.zeros(6, 5, device=DEVICE)]
     inputs[which] = torch.zeros(shape, device=DEVICE)
     with pytest.raises(ValueError, match=r"gelu_mlp takes x \(..., D\), weight \(C, D\).*not \("):
         gelu_mlp(*inputs)
@@ -178,4 +184,4 @@ def test_only_whole_tiles_of_enough_work_are_fused(monkeypatch):
     assert not products.is_fused(8, 3072, 768, torch.bfloat16, "sm_90"), "generation's"
     monkeypatch.setattr(products, "fuses", lambda *of: True)
     x = torch.empty(8, 768)
-    assert launch._fuses(131072, 3072, x) and not launch._fuses(131072, 3072 + 128, x)
+    assert products.fuses_whole_tiles(131072, 3072, x) and not products.fuses_whole_tiles(131072, 3072 + 128, x)

@@ -1,4 +1,4 @@
-"""LayerNorm after a residual branch against fp64; where there is no GPU the kernels run in the interpreter."""
+"""LayerNorm of a residual stream against fp64; where there is no GPU the kernels run in the interpreter."""
 
 import pytest
 import torch
@@ -27,42 +27,31 @@ def draw(rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
 def reference(dout: Tensor, dstream: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
     """The gradients by x, weight, bias and a bias of x's in fp64."""
     x, weight = x.double().requires_grad_(), weight.double().requires_grad_()
-    bias, branch_bias = (torch.zeros_like(weight, requires_grad=True) for _ in range(2))
-    total = x + branch_bias
+    bias, added_bias = (torch.zeros_like(weight, requires_grad=True) for _ in range(2))
+    total = x + added_bias
     outputs = total, F.layer_norm(total, x.shape[1:], weight, bias, EPS)
-    return torch.autograd.grad(outputs, (x, weight, bias, branch_bias), (dstream.double(), dout.double()))
+    return torch.autograd.grad(outputs, (x, weight, bias, added_bias), (dstream.double(), dout.double()))
 
 
-ADDED = "nothing", "branch", "branch and bias"
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", [definition, triton_kernels], ids=["definition", "Triton"])
 
 
-def check_forward(implementation, shape: tuple[int, int], dtype: torch.dtype, added: str) -> None:
-    """Of every result that it is fp64's, rounded; what is normalised is the sum after its own rounding."""
-    _, branch, x, weight, *_ = draw(*shape, dtype)
-    bias, branch_bias = torch.randn_like(weight), 2 * weight
-    branch, branch_bias = branch if "branch" in added else None, branch_bias if "bias" in added else None
-    stream, *found = implementation.forward(x, branch, branch_bias, weight, bias, EPS)
-    if branch is None:
-        assert stream.numel() == 0
-    elif branch_bias is None:
-        assert torch.equal(stream, x + branch)
-    else:
-        assert stream.dtype == dtype and is_rounded(stream, x.double() + branch.double() + branch_bias.double())
-    rows = (x if branch is None else stream).double()
-    wanted = torch.native_layer_norm(rows, shape[1:], weight.double(), bias.double(), EPS)
+def check_forward(implementation, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    _, _, x, weight, *_ = draw(*shape, dtype)
+    bias = torch.randn_like(weight)
+    found = implementation.forward(x, weight, bias, EPS)
+    wanted = torch.native_layer_norm(x.double(), shape[1:], weight.double(), bias.double(), EPS)
     assert [y.dtype for y in found] == [dtype, torch.float32, torch.float32]
     assert all(is_rounded(ours, exact) for ours, exact in zip(found, wanted, strict=True))
 
 
 @IMPLEMENTATIONS
-@pytest.mark.parametrize("added", ADDED)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 8), (37, 48), (130, 64), (5, 1030), (3, 5000)], ids=str)
-def test_the_sum_and_what_is_normalised_are_fp64s_rounded(implementation, dtype, shape, added, monkeypatch):
+def test_results_are_fp64s_rounded(implementation, dtype, shape, monkeypatch):
     monkeypatch.setattr(triton_kernels, "ELEMENTS", 256)  # several rows to a tile, and a last one that is not whole
     monkeypatch.setattr(triton_kernels, "FORWARD_PROGRAMS", 2)  # and several tiles to a program where rows are long
-    check_forward(implementation, shape, dtype, added)
+    check_forward(implementation, shape, dtype)
 
 
 @IMPLEMENTATIONS
@@ -86,36 +75,22 @@ def test_a_variance_is_that_around_the_mean(implementation):
     """Of rows 300 deviations from zero, whose mean of squares minus square of the mean has few digits left."""
     x = torch.randn(8, 96, device=DEVICE) + 300
     ones = torch.ones(96, device=DEVICE)
-    *_, rstd = implementation.forward(x, None, None, ones, ones, EPS)
+    *_, rstd = implementation.forward(x, ones, ones, EPS)
     wanted = torch.native_layer_norm(x.double(), (96,), None, None, EPS)[2]
     torch.testing.assert_close(rstd.double(), wanted, rtol=1e-5, atol=0)
 
 
-@IMPLEMENTATIONS
-def test_a_branch_may_be_of_another_dtype_and_layout_but_of_no_other_shape(implementation, monkeypatch):
-    monkeypatch.setattr(operators, "implementation", lambda *_: implementation)
-    x, branch = torch.randn(8, 24, device=DEVICE), torch.randn(24, 8, device=DEVICE, dtype=torch.float64).t()
-    ones = torch.ones(24, device=DEVICE)
-    for inputs in ((x, branch), (branch, x)):
-        stream, out = normalise(inputs[0], ones, ones, EPS, inputs[1])
-        assert stream.dtype == out.dtype == inputs[0].dtype
-        total = inputs[0] + inputs[1].to(inputs[0].dtype)
-        torch.testing.assert_close(stream, total)
-        torch.testing.assert_close(out, F.layer_norm(total, (24,), ones.to(total), ones.to(total), EPS))
-    with pytest.raises(ValueError, match=r"a branch of shape \(1, 24\) cannot end on x of shape \(8, 24\)"):
-        normalise(x, ones, ones, EPS, x[:1])
-    with pytest.raises(ValueError, match="a branch_bias is added with a branch, and there is none"):
-        normalise(x, ones, ones, EPS, None, ones)
-    with pytest.raises(ValueError, match=r"a branch_bias of shape \(1,\) is none of 24 columns"):
-        normalise(x, ones, ones, EPS, x, ones[:1])
+def test_a_bias_of_another_width_is_refused():
+    x, ones = torch.randn(8, 24, device=DEVICE), torch.ones(24, device=DEVICE)
+    with pytest.raises(ValueError, match=r"an added_bias of shape \(1,\) is none of 24 columns"):
+        normalise(x, ones, ones, EPS, ones[:1])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(4096, 768), (20001, 1600), (8192, 2560), (700, 8192), (300, 9000)], ids=str)
 def test_results_of_a_models_size_are_fp64s_rounded(shape):
     """Of a size that no tile divides, and wider than the kernels go."""
-    for added in ADDED:
-        check_forward(triton_kernels, shape, torch.bfloat16, added)
+    check_forward(triton_kernels, shape, torch.bfloat16)
     inputs = draw(*shape, torch.bfloat16)
     found = triton_kernels.backward(*inputs, True)
     for ours, wanted in zip((found[0], *found[1]), reference(*inputs[:4]), strict=True):
@@ -124,45 +99,34 @@ def test_results_of_a_models_size_are_fp64s_rounded(shape):
 
 
 @IMPLEMENTATIONS
-@pytest.mark.parametrize("added", ADDED)
-def test_gradients_reach_all_through_any_shape(implementation, added, monkeypatch):
-    """As those of an addition, whose sum goes on beside its LayerNorm."""
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("shape", [(24,), (3, 24, 5)], ids=str)
+def test_gradients_reach_all_through_any_shape(implementation, shape, with_bias, monkeypatch):
+    """As those of an addition of the bias, whose sum goes on beside its LayerNorm."""
     monkeypatch.setattr(operators, "implementation", lambda *_: implementation)
     torch.manual_seed(0)
-    x, branch = (torch.randn(3, 24, 5, device=DEVICE).transpose(1, 2).requires_grad_() for _ in range(2))  # not dense
-    weight, branch_bias = torch.randn(24, 2, device=DEVICE).requires_grad_().unbind(1)
-    inputs = [x, weight, torch.randn(24, device=DEVICE, requires_grad=True), branch, branch_bias]
-    inputs = inputs[: 3 + ADDED.index(added)]
+    x = torch.randn(shape, device=DEVICE)
+    x = (x.transpose(1, 2) if x.ndim > 1 else x).requires_grad_()  # not dense
+    weight, added_bias = torch.randn(24, 2, device=DEVICE).requires_grad_().unbind(1)
+    inputs = [x, weight, torch.randn(24, device=DEVICE, requires_grad=True)] + [added_bias] * with_bias
     found = normalise(*inputs[:3], EPS, *inputs[3:])
     total = sum(inputs[3:], x * 1)
-    expected = total, F.layer_norm(total, (24,), *inputs[1:3], EPS)
-    by = torch.randn(2, 3, 5, 24, device=DEVICE)
+    shift = added_bias.detach() if with_bias else 0  # which is in x already
+    expected = total - shift, F.layer_norm(total - shift, (24,), *inputs[1:3], EPS)
+    by = torch.randn(2, *x.shape, device=DEVICE)
     ours, theirs = (torch.autograd.grad(outputs, inputs, list(by)) for outputs in (found, expected))
     for mine, wanted in zip((*found, *ours), (*expected, *theirs), strict=True):
         torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("shape", [(8,), (3, 8), (2, 3, 8)], ids=str)
-def test_leaves_add_up_their_gradients_each_for_itself(shape):
-    """What two leaves got were views of one tensor, to which both then added: three times the first, not twice."""
-    x, branch = (torch.randn(shape, device=DEVICE, requires_grad=True) for _ in range(2))
-    weight, bias = torch.randn(2, 8, device=DEVICE)
-    for _ in range(2):
-        torch.stack(normalise(x, weight, bias, EPS, branch)).square().sum().backward()
-    total = x + branch
-    once = torch.stack((total, F.layer_norm(total, (8,), weight, bias, EPS))).square().sum()
-    for leaf, wanted in zip((x, branch), torch.autograd.grad(once, (x, branch)), strict=True):
-        torch.testing.assert_close(leaf.grad, 2 * wanted, rtol=1e-4, atol=1e-4)
-
-
 def test_results_are_in_the_streams_dtype_under_autocast_too():
-    x, branch = (torch.randn(4, 8, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
-    weight, bias, branch_bias = (torch.randn(8, device=DEVICE, requires_grad=True) for _ in range(3))
+    x = torch.randn(4, 8, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    weight, bias, added_bias = (torch.randn(8, device=DEVICE, requires_grad=True) for _ in range(3))
     with torch.autocast(DEVICE, torch.bfloat16):
-        stream, out = normalise(x, weight, bias, EPS, branch, branch_bias)
+        stream, out = normalise(x, weight, bias, EPS, added_bias)
     (stream + out).sum().backward()
-    assert stream.dtype == out.dtype == x.grad.dtype == branch.grad.dtype == torch.bfloat16
-    assert weight.grad.dtype == bias.grad.dtype == branch_bias.grad.dtype == torch.float32
+    assert stream.dtype == out.dtype == x.grad.dtype == torch.bfloat16
+    assert weight.grad.dtype == bias.grad.dtype == added_bias.grad.dtype == torch.float32
 
 
 @IMPLEMENTATIONS
@@ -170,8 +134,7 @@ def test_results_are_in_the_streams_dtype_under_autocast_too():
 def test_the_operators_are_well_formed(implementation, columns, monkeypatch):
     """Their results share no memory: the compiler takes each for a tensor that begins at a multiple of 16 bytes."""
     monkeypatch.setattr(operators, "implementation", lambda *_: implementation)
-    dout, branch, x, weight, *statistics = draw(6, columns, torch.float32)
-    for with_bias in (True, False):
-        library.opcheck(torch.ops.layer_norm.backward.default, (dout, branch, x, weight, *statistics, with_bias))
-    for added in ((branch, weight - 1), (branch, None), (None, None)):
-        library.opcheck(torch.ops.layer_norm.forward.default, (x, *added, weight, weight + 1, EPS))
+    dout, dstream, x, weight, *statistics = draw(6, columns, torch.float32)
+    for with_sum in (True, False):
+        library.opcheck(torch.ops.layer_norm.backward.default, (dout, dstream, x, weight, *statistics, with_sum))
+    library.opcheck(torch.ops.layer_norm.forward.default, (x, weight, weight + 1, EPS))

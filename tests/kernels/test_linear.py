@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import library
 
-from kernels.linear import linear, weight_gradient
+from kernels import products
+from kernels.linear import definition, launch, linear, weight_gradient
 from tests.kernels.accuracy import is_rounded
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -13,23 +14,26 @@ FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = [(FP32, FP32), (BF16, FP32), (FP16, FP32), (BF16, BF16), (FP32, BF16)]  # of the input, of the weights
 
 
+ADDED = "bias", "bias and residual"
+
+
 @pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("added", ADDED)
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
-def test_gradients_are_fp64s_rounded_once_to_the_dtype_of_what_they_are_of(dtypes, bias, autocast):
+def test_gradients_are_fp64s_rounded_once_to_the_dtype_of_what_they_are_of(dtypes, added, autocast):
     dtype, weight_dtype = dtypes
     torch.manual_seed(0)
     x = torch.randn(3, 40, 50, device=DEVICE).to(dtype).transpose(1, 2).requires_grad_()  # not dense
     weight = torch.randn(24, 40, device=DEVICE).to(BF16).to(weight_dtype).requires_grad_()
-    inputs = [x, weight]
-    if bias:
-        inputs.append(torch.randn(24, device=DEVICE).to(BF16).to(weight_dtype).requires_grad_())
+    inputs = [x, weight, torch.randn(24, device=DEVICE).to(BF16).to(weight_dtype).requires_grad_()]
+    if "residual" in added:
+        inputs.append(torch.randn(24, 3, 50, device=DEVICE).to(dtype).permute(1, 2, 0).requires_grad_())
     with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
         out = linear(*inputs)
     dout = torch.randn(24, 3, 50, device=DEVICE).to(out.dtype).permute(1, 2, 0)
     exact = [t.detach().to(dtype).double().requires_grad_() for t in inputs]
-    wanted = F.linear(*exact)
-    assert out.dtype == dtype and is_rounded(out, wanted, 1.5)  # a CPU rounds before it adds the bias
+    wanted = F.linear(*exact[:3]) + sum(exact[3:])
+    assert out.dtype == dtype and is_rounded(out, wanted, 2)  # of the product, of what is added, and of the sum
     with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
         found = torch.autograd.grad(out, inputs, dout)
     for gradient, of, reference in zip(found, inputs, torch.autograd.grad(wanted, exact, dout.double()), strict=True):
@@ -37,13 +41,82 @@ def test_gradients_are_fp64s_rounded_once_to_the_dtype_of_what_they_are_of(dtype
 
 
 def test_a_single_token_needs_no_dimension_of_its_own():
-    x, weight = torch.randn(4, device=DEVICE, requires_grad=True), torch.randn(3, 4, device=DEVICE, requires_grad=True)
-    found, expected = (torch.autograd.grad(of(x, weight).sum(), (x, weight)) for of in (linear, F.linear))
+    shapes = (4,), (3, 4), (3,)
+    inputs = [torch.randn(shape, device=DEVICE, requires_grad=True) for shape in shapes]
+    found, expected = (torch.autograd.grad(of(*inputs).sum(), inputs) for of in (linear, F.linear))
     torch.testing.assert_close(found, expected)
 
 
-def test_the_operator_is_well_formed():
+@pytest.mark.parametrize(("which", "shape"), [(0, (6, 3)), (1, (5, 3)), (2, (1,)), (3, (4,)), (3, (5, 4))], ids=str)
+def test_shapes_that_do_not_fit_are_refused(which, shape):
+    """By Hopper's kernel too, which would read zeros past the end of a row, or beyond the end of a residual."""
+    inputs = [torch.zeros(of, device=DEVICE) for of in ((6, 5), (4, 5), (4,), (6, 4))]
+    inputs[which] = torch.zeros(shape, device=DEVICE)
+    with pytest.raises(ValueError, match=r"linear takes x \(..., D\), weight \(C, D\).*not \("):
+        linear(*inputs)
+
+
+# Ragged rows, a depth that no step divides, one tile, and more tiles than the GPU has room for at a time.
+LARGE_SHAPES = [(128, 256, 64), (1, 256, 8), (33, 512, 200), (40000, 256, 64), (20001, 768, 3072), (4097, 2304, 768)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("shape", LARGE_SHAPES, ids=str)
+def test_hoppers_products_are_the_definitions(dtype, shape):
+    """Rounded where it rounds. What they write is poisoned first."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("of Hopper alone")
+    from kernels.linear import hopper
+
+    rows, columns, depth = shape
+    torch.manual_seed(columns)
+    x, weight = torch.randn(rows, depth), depth**-0.5 * torch.randn(columns, depth)
+    x, weight, residual = (t.to(DEVICE, dtype) for t in (x, weight, torch.randn(rows, columns)))
+    bias = torch.randn(columns, device=DEVICE)
+    for added in (residual, None):
+        poison = torch.full_like(residual, float("nan"))
+        del poison  # the allocator gives its memory to the result
+        found = hopper.forward(x, weight, bias, added)
+        product = (x.double() @ weight.double().T).to(dtype).double()
+        assert found.dtype == dtype
+        assert is_rounded(found, product + bias.double() + (0 if added is None else added.double()), 1.5)
+
+
+@pytest.mark.gpu
+def test_what_is_large_enough_is_fused_and_what_hopper_cannot_read_is_not(monkeypatch):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("of Hopper alone")
+    from kernels.linear import hopper
+
+    ran = []
+    monkeypatch.setattr(hopper, "forward", lambda *of, forward=hopper.forward: ran.append(1) or forward(*of))
+    x, weight = torch.randn(8000, 768, device=DEVICE).to(BF16), (0.04 * torch.randn(768, 768, device=DEVICE)).to(BF16)
+    bias, residual = torch.randn(768, device=DEVICE), torch.randn(8000, 768, device=DEVICE).to(BF16)
+    shifted = torch.cat([residual.flatten(), x.new_zeros(1)])[1:].view_as(residual)  # TMA takes no such address
+    for number, (rows, added) in enumerate([(x, residual), (x, None), (x, shifted), (x[:8], residual[:8])]):
+        found = launch.forward(rows, weight, bias, added)
+        assert len(ran) == min(number + 1, 2)
+        exact = rows.double() @ weight.double().T + bias.double()
+        assert is_rounded(found, exact + (0 if added is None else added.double()), 2)
+
+
+def test_cublas_adds_what_hopper_does(monkeypatch):
+    """The path of other GPUs, here on any device."""
+    monkeypatch.setattr(products, "fuses_whole_tiles", lambda *of: False)
+    torch.manual_seed(0)
+    x, weight, residual = (torch.randn(shape, device=DEVICE) for shape in ((7, 5), (3, 5), (7, 3)))
+    bias = torch.randn(3, device=DEVICE, dtype=torch.float64)
+    for added in (None, residual):
+        before = None if added is None else added.clone()
+        torch.testing.assert_close(launch.forward(x, weight, bias, added), definition.forward(x, weight, bias, added))
+        assert added is None or torch.equal(added, before), "the stream is not written to"
+
+
+def test_the_operators_are_well_formed():
     dout, x = torch.randn(7, 5, device=DEVICE), torch.randn(7, 3, device=DEVICE)
+    for residual in (None, dout):
+        library.opcheck(torch.ops.linear.forward, (x, torch.randn(5, 3, device=DEVICE), dout[0], residual))
     for dtype in (FP32, BF16):
         library.opcheck(torch.ops.linear.weight_gradient, (dout.to(dtype), x.to(dtype), FP32))
     with torch.autocast(DEVICE, BF16):

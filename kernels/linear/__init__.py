@@ -1,0 +1,5 @@
+"""A linear layer that adds its result to a residual stream: operators, Hopper's kernel, definition."""
+
+from kernels.linear.op import linear, weight_gradient
+
+__all__ = ["linear", "weight_gradient"]

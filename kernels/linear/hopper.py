@@ -1,0 +1,103 @@
+"""Matrix products on Hopper that add a bias and a residual stream in their epilogue; see kernels/hopper_product.py.
+
+The stream is read while a product is computed, and its sum is written where the product would be: the LayerNorm that
+follows finds it there, instead of reading both and writing it.
+"""
+
+from itertools import chain
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from kernels.hopper_product import (
+    CHUNK,
+    REGISTERS,
+    ROWS,
+    M,
+    N,
+    count_tiles,
+    launch_product,
+    multiplier,
+    operands,
+    shared_memory,
+    tile_at,
+)
+from kernels.warpgroups import barrier, signature_of
+
+
+@gluon.jit
+def _sum_of(results, bias, residual, out, rows, columns):
+    """Writes C + bias + residual, CHUNK rows of a tile at a time. The residual is read two chunks ahead."""
+    c_slots, c_full, c_empty = results
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    CHUNKS: gl.constexpr = ROWS // CHUNK
+    o_n = gl.arange(0, N, layout=gl.SliceLayout(0, LAYOUT))
+    o_m = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT))
+    offsets = (o_m * columns)[:, None] + o_n[None, :]
+    step = CHUNK * columns
+    for n in range(count_tiles(rows, columns)):
+        i, j = tile_at(n, rows, columns)
+        first, left = i.to(gl.int64) * columns + j, rows - i
+        b_bias = gl.load(bias + j + o_n).to(gl.float32)[None, :]
+        if residual is not None:
+            soon = gl.load(residual + first + offsets, mask=(o_m < left)[:, None], other=0.0)
+            later = gl.load(residual + (first + step) + offsets, mask=(o_m < left - CHUNK)[:, None], other=0.0)
+        for C in gl.static_range(2):
+            mbarrier.wait(c_full.index(C), n & 1)
+            for chunk in gl.static_range(CHUNKS):
+                total = c_slots.index(C).slice(chunk * CHUNK, CHUNK).load(LAYOUT).to(gl.float32) + b_bias
+                if residual is not None:
+                    total += soon.to(gl.float32)
+                    soon = later
+                    if C * CHUNKS + chunk + 2 < 2 * CHUNKS:
+                        mask = (o_m < left - 2 * CHUNK)[:, None]
+                        later = gl.load(residual + (first + 2 * step) + offsets, mask=mask, other=0.0)
+                if chunk == CHUNKS - 1:
+                    barrier()  # all warps have read
+                    mbarrier.arrive(c_empty.index(C))
+                gl.store(out + first + offsets, total.to(c_slots.dtype), mask=(o_m < left)[:, None])
+                first += step
+                left -= CHUNK
+
+
+@gluon.jit(do_not_specialize=["rows"])
+def linear_sum_kernel(a, b, bias, residual, out, rows, columns, depth, REGISTERS: gl.constexpr):
+    """out = A B + bias + residual, or without a residual that is None.
+
+    a reads [M, K] of A, b [N, K] of B^T; bias (columns,); residual and out are (rows, columns), contiguous, columns a
+    multiple of N. Grid: any number of programs up to that of the tiles.
+    """
+    rings, results = shared_memory(a, b)
+    shape = (rows, columns, depth)
+    gl.warp_specialize(
+        [
+            (multiplier, (0, a, b, None, rings, results, shape, True)),
+            (multiplier, (1, a, b, None, rings, results, shape, True)),
+            (_sum_of, (results, bias, residual, out, rows, columns)),
+        ],
+        [4, 4],
+        [REGISTERS, REGISTERS],
+    )
+
+
+def _arguments(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, out: Tensor) -> tuple:
+    """Tensors, scalars and constants of linear_sum_kernel."""
+    return (*operands(x, weight, transposed=True), bias, residual, out), (*out.shape, x.shape[1]), (REGISTERS,)
+
+
+def compilation(dtype: torch.dtype, with_residual: bool) -> tuple[dict, dict, dict]:
+    """Signature, constants and options of linear_sum_kernel, to compile it ahead of time."""
+    x = torch.empty((M.value, N.value), dtype=dtype)
+    arguments = chain(*_arguments(x, x, torch.empty(1), x if with_residual else None, x))
+    return *signature_of(linear_sum_kernel, arguments), {"num_warps": 4}
+
+
+def forward(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None) -> Tensor:
+    """Same contract as definition.forward, where launch.py takes it."""
+    out = torch.empty((len(x), len(weight)), dtype=x.dtype, device=x.device)
+    key = bias.dtype, residual is None
+    launch_product(linear_sum_kernel, key, x, *_arguments(x, weight, bias, residual, out))
+    return out
