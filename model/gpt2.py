@@ -250,7 +250,10 @@ class GPT2(nn.Module):
             x, added_bias = block(x, added_bias, cache, cu_seqlens)
         if cache is not None:
             cache.length += tokens.shape[1]
-        if added_bias is not None:  # it gets its gradient here: torch's LayerNorm, which is fused with this, has no sum
+        # The last bias gets its gradient from an addition of zero, which is fused with torch's LayerNorm. Ours is an
+        # operator, and between those of the blocks and of the loss torch 2.11's compiler would need what it fuses: it
+        # puts all that it has not fused before an operator new to it in words, in time that doubles with each block.
+        if added_bias is not None:
             x = x + (added_bias - added_bias.detach()).to(x.dtype)
         x = self.ln_f(x)
         if targets is not None:
