@@ -18,7 +18,7 @@ WIDEST = 8192  # columns that a program has registers for
 ELEMENTS, PER_THREAD = 4096, 32  # of a tile, which has one row at least, and of a thread; forward twice as many
 # Rows of a tile forward, at least, where they are SHORT, and programs where they are not; in either case several rows
 # share the weight and the bias that a program reads. On an H200 in 16 bits, among the fastest of some hundred choices
-# at widths of 768, 1024, 2048 and 2560: the time in which as much is copied and 8, 1, 2 and 13 %.
+# at widths of 768, 1024, 2048 and 2560: the time in which as much is copied and 9, 2, 2 and 14 %.
 FORWARD_ROWS, FORWARD_PROGRAMS, SHORT = 4, 4 * 132, 2048
 # Programs backward. On an H200, at widths of 768, 2048 and 2560 in 16 bits, the fastest of some thirty choices each:
 # within 2 % of the time in which as much is copied.
