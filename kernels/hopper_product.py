@@ -42,6 +42,8 @@ K: gl.constexpr = gl.constexpr(64)
 STAGES: gl.constexpr = gl.constexpr(3)
 GROUP: gl.constexpr = gl.constexpr(32)  # tiles of rows that are computed for all columns before the next ones are
 CHUNK: gl.constexpr = gl.constexpr(8)  # rows that an epilogue has in registers at a time: those of a swizzle
+CHUNKS: gl.constexpr = gl.constexpr(ROWS.value // CHUNK.value)  # of what one of the multiplying warpgroups leaves
+LAYOUT: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))  # of a chunk in an epilogue
 REGISTERS = 168  # of a thread: as many for each of the three warpgroups
 
 
@@ -132,6 +134,14 @@ def multiplier(C: gl.constexpr, a, b, start, rings, results, shape, TRANSPOSED: 
         c_slots.index(C).store(c)
         barrier()  # all warps have written
         mbarrier.arrive(c_full.index(C))
+
+
+@gluon.jit
+def chunk_places(columns):
+    """Rows and columns of a chunk, counted from its first, and where they are in a matrix of so many columns."""
+    o_m = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT))
+    o_n = gl.arange(0, N, layout=gl.SliceLayout(0, LAYOUT))
+    return o_m, o_n, (o_m * columns)[:, None] + o_n[None, :]
 
 
 @gluon.jit

@@ -24,10 +24,12 @@ from kernels.cross_entropy import definition, triton_kernels
 from kernels.cross_entropy.triton_kernels import LOG2_E
 from kernels.hopper_product import (
     CHUNK,
+    CHUNKS,
+    LAYOUT,
     REGISTERS,
-    ROWS,
     M,
     N,
+    chunk_places,
     count_tiles,
     launch_product,
     multiplier,
@@ -44,11 +46,7 @@ HIGHEST: gl.constexpr = gl.constexpr(definition.HIGHEST)
 def _exponentials(results, out, sums, rows, columns, vocab_size):
     """Writes exp(C), zero in the padding, and its sums over the columns of a tile, CHUNK rows at a time."""
     c_slots, c_full, c_empty = results
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-    CHUNKS: gl.constexpr = ROWS // CHUNK
-    o_n = gl.arange(0, N, layout=gl.SliceLayout(0, LAYOUT))
-    o_m = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT))
-    offsets = (o_m * columns)[:, None] + o_n[None, :]
+    o_m, o_n, offsets = chunk_places(columns)
     for n in range(count_tiles(rows, columns)):
         i, j = tile_at(n, rows, columns)
         first, left = i.to(gl.int64) * columns + j, rows - i

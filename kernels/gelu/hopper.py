@@ -18,10 +18,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from kernels.gelu.triton_kernels import CUBIC, MINUS_LOG2_E, SLOPE
 from kernels.hopper_product import (
     CHUNK,
+    CHUNKS,
+    LAYOUT,
     REGISTERS,
-    ROWS,
     M,
     N,
+    chunk_places,
     count_tiles,
     launch_product,
     multiplier,
@@ -50,11 +52,7 @@ def _gelu(v):
 def _gelu_of(results, bias, out, saved, rows, columns, KEEP_OUTPUT: gl.constexpr):
     """Writes gelu(C + bias) and GELU's slope there or C itself, CHUNK rows of a tile at a time."""
     c_slots, c_full, c_empty = results
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-    CHUNKS: gl.constexpr = ROWS // CHUNK
-    o_n = gl.arange(0, N, layout=gl.SliceLayout(0, LAYOUT))
-    o_m = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT))
-    offsets = (o_m * columns)[:, None] + o_n[None, :]
+    o_m, o_n, offsets = chunk_places(columns)
     for n in range(count_tiles(rows, columns)):
         i, j = tile_at(n, rows, columns)
         first, left = i.to(gl.int64) * columns + j, rows - i
@@ -85,11 +83,7 @@ def _gradient_of(results, bias, out, saved, recomputed, sums, rows, columns, KEE
     written too.
     """
     c_slots, c_full, c_empty = results
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-    CHUNKS: gl.constexpr = ROWS // CHUNK
-    o_n = gl.arange(0, N, layout=gl.SliceLayout(0, LAYOUT))
-    o_m = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT))
-    offsets = (o_m * columns)[:, None] + o_n[None, :]
+    o_m, o_n, offsets = chunk_places(columns)
     step = CHUNK * columns
     for n in range(count_tiles(rows, columns)):
         i, j = tile_at(n, rows, columns)

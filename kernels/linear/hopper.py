@@ -14,10 +14,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from kernels.hopper_product import (
     CHUNK,
+    CHUNKS,
+    LAYOUT,
     REGISTERS,
-    ROWS,
     M,
     N,
+    chunk_places,
     count_tiles,
     launch_product,
     multiplier,
@@ -32,11 +34,7 @@ from kernels.warpgroups import barrier, signature_of
 def _sum_of(results, bias, residual, out, rows, columns):
     """Writes C + bias + residual, CHUNK rows of a tile at a time. The residual is read two chunks ahead."""
     c_slots, c_full, c_empty = results
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-    CHUNKS: gl.constexpr = ROWS // CHUNK
-    o_n = gl.arange(0, N, layout=gl.SliceLayout(0, LAYOUT))
-    o_m = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT))
-    offsets = (o_m * columns)[:, None] + o_n[None, :]
+    o_m, o_n, offsets = chunk_places(columns)
     step = CHUNK * columns
     for n in range(count_tiles(rows, columns)):
         i, j = tile_at(n, rows, columns)
