@@ -36,6 +36,8 @@ def measure(cell: dict, gpu: Gpu, config: PaperConfig) -> Iterator[dict]:
         with recorded([row], gpu):
             call = bind(cell["variant"], attention, shape, draw(shape, gpu.device)).call("both")
             call()  # what is made once, such as workspaces, is there
+            gpu.wake()  # autograd's thread takes this up once it has let go of that call's gradients
+            gpu.release()  # and what only the garbage collector frees, as after compiling
             before = gpu.allocated()
             row.update(peak_mib=(gpu.peak(call) - before) / 2**20, status="ok")
         yield row

@@ -30,9 +30,10 @@ from bench.rows import empty_row
 from bench.timing import Cpu
 from data.loader import IGNORED
 from kernels.flash2.tiles import Tile, Tiles, tiles_for
+from kernels.standard import standard_attention
 from model.attention import AttentionConfig
 from model.gpt2 import ModelConfig
-from tests.bench.stopwatch import TINY
+from tests.bench.stopwatch import TINY, Stopwatch
 
 FULL = PaperConfig()
 
@@ -146,6 +147,28 @@ def test_memory_that_is_linear_is_told_so_and_a_length_that_did_not_fit_takes_no
     rows = [{"variant": "flash2", "seq_len": n, "peak_mib": n / 64, "status": "ok"} for n in (512, 1024, 2048)]
     rows += [{"variant": "flash2", "seq_len": 4096, "peak_mib": None, "status": "oom"}]
     assert "| `flash2` | 8.0 | 16.0 | 32.0 | OOM | 16.00 | 0.0% | 10.67 | 66.7% |" in memory.markdown(rows)
+
+
+def test_memory_is_read_when_autograds_thread_has_let_go_of_the_call_before(monkeypatch):
+    class Lingering(Stopwatch):
+        """Holds 2 MiB more from a call's end on, until its thread has taken up something else."""
+
+        lingers = False
+
+        def allocated(self):
+            return super().allocated() + self.lingers * 2**21
+
+        def wake(self):
+            self.lingers = False
+
+    def attention(*inputs, **options):
+        gpu.lingers = True
+        return standard_attention(*inputs, **options)
+
+    gpu = Lingering()
+    monkeypatch.setattr(memory, "attend", lambda variant, config: attention)
+    rows = list(memory.measure({"variant": "naive"}, gpu, PaperConfig(size="smoke")))
+    assert [row["peak_mib"] for row in rows] == [3.0] * 3
 
 
 def test_peak_memory_on_a_cpu_counts_what_is_alive_at_once():
