@@ -19,7 +19,7 @@ from bench.trainers import Cell, Trainer, huggingface, ours
 
 BUDGET = 400_000 * 512 * 1024  # tokens: FlashAttention (Dao et al., 2022), appendix E.2
 GPUS = 8
-ROUNDS = {"full": 3, "smoke": 1}  # of samples of half a second or more
+ROUNDS = {"full": 9, "smoke": 1}  # of samples of half a second: a host that is disturbed now and then moves no median
 
 
 def cell_of(
