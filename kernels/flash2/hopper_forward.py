@@ -83,7 +83,7 @@ def _tile(n, shape, M: gl.constexpr, N: gl.constexpr, CAUSAL: gl.constexpr):
 
     Tiles are dealt out longest first, back and forth over the programs, which evens out their sums; the heads of one
     section before those of the next. Every other section, counted from the last, has the shortest first: where two meet
-    tiles are alike, and sums even out in sections of any size.
+    tiles are alike. How even the sums are is a matter of the section then, see _section.
     """
     batches, heads, seq_q, seq_k, section = shape
     programs, program = gl.num_programs(0), gl.program_id(0)
@@ -630,7 +630,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, config: Specialis
     logsumexp = torch.empty((batch, heads, seq_q), dtype=torch.float32, device=q.device)
     rows = -(-seq_q // config.queries)
     programs = min(batch * heads * rows, multiprocessors(q.device))
-    bytes_of_head = 2 * seq_k * head_dim * k.element_size() * kv_heads // heads
+    bytes_of_head = -(-2 * seq_k * head_dim * k.element_size() * kv_heads // heads)
     shape = batch * heads, seq_q, seq_k
     section = _section(shape, bytes_of_head, programs, config) if options.causal else 1
     sizes = batch, heads, heads // kv_heads, seq_q, seq_k, section
