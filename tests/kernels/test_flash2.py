@@ -698,27 +698,3 @@ def test_refuses_options_out_of_range(options, message):
     q, k, v, _ = draw(Case(), "cpu")
     with pytest.raises(ValueError, match=message):
         flash2(q, k, v, **options)
-
-
-@pytest.mark.skipif(triton_version() < (3, 6), reason="the kernel is written for Triton 3.6 or later")
-@given(
-    heads=st.integers(64, 400),
-    length=st.integers(1024, 16384),
-    config=st.sampled_from([(128, 2, 2), (64, 4, 2), (128, 3, 3)]),
-    programs=st.sampled_from([114, 132]),
-)
-def test_heads_are_dealt_out_in_sections_that_the_cache_holds_and_programs_share_evenly(
-    heads, length, config, programs
-):
-    """No program has more to do than the mean and one of the longest tiles."""
-    from kernels.flash2 import hopper_forward
-    from kernels.flash2.tiles import SpecialisedForward
-
-    config, bytes_of_head = SpecialisedForward(*config), 512 * length
-    section = hopper_forward._section((heads, length, length), bytes_of_head, programs, config)
-    assert section == 1 or section * bytes_of_head <= hopper_forward.CACHED
-    each = [
-        min(-(-(i + config.queries) // config.n), -(-length // config.n)) + 1 for i in range(0, length, config.queries)
-    ]
-    mean = heads * sum(each) / programs
-    assert mean <= hopper_forward._longest(section, heads, length, length, programs, config) <= mean + each[-1]
