@@ -1,4 +1,4 @@
-"""What Hopper's warp-specialised Gluon kernels share: rings of barriers, how many programs run, what is compiled."""
+"""What Hopper's warp-specialised Gluon kernels share: barriers, a mask, how many programs run, what is compiled."""
 
 from collections.abc import Iterable
 from functools import cache
@@ -38,6 +38,32 @@ def release(empty, EACH: gl.constexpr, pred=True):
     else:
         barrier()
         mbarrier.arrive(empty, pred=pred)
+
+
+@gluon.jit
+def hide(x, bound, AFTER: gl.constexpr):
+    """x, a product's result [rows, columns], with -inf AFTER each row's column `bound`, or before it.
+
+    Column 8 a + 2 b + c is held by the b-th of the four threads of its row: a thread compares constants with a number
+    of its own, 2 b less. With the columns' numbers it would hold a register for each, wherever it hides or not.
+    """
+    ROWS: gl.constexpr = x.shape[0]
+    COLUMNS: gl.constexpr = x.shape[1]
+    parts = x.reshape([ROWS, COLUMNS // 8, 4, 2])
+    LAYOUT: gl.constexpr = parts.type.layout
+    o_a = gl.arange(0, COLUMNS // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))
+    o_b = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT))))
+    o_c = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))))
+    columns = 8 * o_a[None, :, None, None] + o_c[None, None, None, :]
+    ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
+    bound = gl.convert_layout(bound, ROW, assert_trivial=True)
+    bounds = bound[:, None, None, None] - 2 * o_b[None, None, :, None]
+    if AFTER:
+        seen = columns <= bounds
+    else:
+        seen = columns >= bounds
+    hidden = gl.where(seen, parts, -float("inf")).reshape([ROWS, COLUMNS])
+    return gl.convert_layout(hidden, x.type.layout, assert_trivial=True)
 
 
 @cache

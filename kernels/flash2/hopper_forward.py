@@ -14,9 +14,9 @@ it is no power of two, with a descriptor and a product each. Softmax runs in bas
 fp32.
 """
 
-from functools import cache
-from math import gcd
+from functools import cache, lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -34,14 +34,15 @@ from kernels.flash2.options import Options
 from kernels.flash2.tiles import SpecialisedForward, split_head_dim
 from kernels.flash2.triton_kernels import natural_logsumexp
 from kernels.launcher import descriptor, launch
-from kernels.warpgroups import multiprocessors, release, ring, signature_of
+from kernels.warpgroups import hide, multiprocessors, release, ring, signature_of
 
 LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
 THREADS: gl.constexpr = gl.constexpr(128)  # of one consumer
 ROWS: gl.constexpr = gl.constexpr(64)  # of one consumer: the M of wgmma
 CONSUMER_REGISTERS = {2: 240, 3: 160}  # of a thread, which leaves the producer the least there is
 PRODUCER_REGISTERS = 24
-CACHED = 16 * 2**20  # bytes of K and V, a third of the H200's L2 cache
+CACHED = 24 * 2**20  # bytes of K and V, half of the H200's L2 cache
+MOST_TOGETHER = 64  # heads
 
 
 @gluon.constexpr_function
@@ -81,8 +82,8 @@ def _tile(n, shape, M: gl.constexpr, N: gl.constexpr, CAUSAL: gl.constexpr):
     """batch, head, first query and number of key blocks of this program's n-th tile.
 
     Tiles are dealt out longest first, back and forth over the programs, which evens out their sums; the heads of one
-    section before those of the next. With three consumers every other section, counted from the last, has the shortest
-    first: where two meet tiles are alike, and sums even out in sections of any size.
+    section before those of the next. Every other section, counted from the last, has the shortest first: where two meet
+    tiles are alike. How even the sums are is a matter of the section then, see _section.
     """
     batches, heads, seq_q, seq_k, section = shape
     programs, program = gl.num_programs(0), gl.program_id(0)
@@ -95,9 +96,8 @@ def _tile(n, shape, M: gl.constexpr, N: gl.constexpr, CAUSAL: gl.constexpr):
     i = (rows - 1 - t // width) * M
     blocks = gl.cdiv(seq_k, N)
     if CAUSAL:  # at least one, even where no query sees a key: it writes the zeros
-        if M == 3 * ROWS:
-            after = gl.cdiv(batches * heads, section) - 1 - first // section
-            i = gl.where(after % 2 == 0, i, (rows - 1) * M - i)
+        after = gl.cdiv(batches * heads, section) - 1 - first // section
+        i = gl.where(after % 2 == 0, i, (rows - 1) * M - i)
         blocks = gl.minimum(blocks, gl.maximum(gl.cdiv(i + M + seq_k - seq_q, N), 1))
     return bh // heads, bh % heads, i, blocks
 
@@ -187,25 +187,15 @@ def _blocks(i, seq_q, seq_k, blocks, N: gl.constexpr, CAUSAL: gl.constexpr):
 def _mask(s, i, j, seq_q, seq_k, SPARE: gl.constexpr, N: gl.constexpr, CAUSAL: gl.constexpr):
     """Scores [64, N] of the queries from i on and the keys from j on, -inf where the key is hidden.
 
-    Column 8 a + 2 b + c is held by the b-th of the four threads of its row. Where registers are short a thread compares
-    constants with a number of its own, 2 b less. With the columns' numbers it would hold a register for each, in all
-    blocks; where there are registers to SPARE that is 2 % faster.
+    Where there are registers to SPARE the columns' numbers are held in some: 2 % faster.
     """
+    o_i = gl.arange(0, ROWS, layout=gl.SliceLayout(1, s.type.layout))
+    last = _last_key(i, o_i, j, seq_q, seq_k, CAUSAL)
     if SPARE:
-        o_i = gl.arange(0, ROWS, layout=gl.SliceLayout(1, s.type.layout))
         o_j = gl.arange(0, N, layout=gl.SliceLayout(0, s.type.layout))
-        return gl.where(o_j[None, :] <= _last_key(i, o_i, j, seq_q, seq_k, CAUSAL)[:, None], s, -float("inf"))
+        return gl.where(o_j[None, :] <= last[:, None], s, -float("inf"))
     else:
-        parts = s.reshape([ROWS, N // 8, 4, 2])
-        LAYOUT: gl.constexpr = parts.type.layout
-        o_i = gl.arange(0, ROWS, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))
-        o_a = gl.arange(0, N // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))
-        o_b = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT))))
-        o_c = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))))
-        o_j = 8 * o_a[None, :, None, None] + o_c[None, None, None, :]
-        last = _last_key(i, o_i, j, seq_q, seq_k, CAUSAL)[:, None, None, None]
-        masked = gl.where(o_j <= last - 2 * o_b[None, None, :, None], parts, -float("inf")).reshape([ROWS, N])
-        return gl.convert_layout(masked, s.type.layout, assert_trivial=True)
+        return hide(s, last, True)
 
 
 @gluon.jit
@@ -559,18 +549,32 @@ def _shared_layout(columns: int) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(swizzle_byte_width=min(2 * columns, 128), element_bitwidth=16, rank=4)
 
 
-def _section(heads: int, bytes_of_head: int, rows: int, programs: int, causal: bool, config: SpecialisedForward) -> int:
-    """How many heads to deal out together, see _tile; K and V of a head are so many bytes.
+@lru_cache(4096)
+def _section(shape: tuple[int, int, int], bytes_of_head: int, programs: int, config: SpecialisedForward) -> int:
+    """How many heads to deal out together under a causal mask, see _tile, for a shape of heads, queries and keys.
 
-    One by one where all tiles are equal, which leaves their K and V in the L2 cache for each other. Else, with three
-    consumers, equal parts of all heads that have no more than CACHED bytes, for the same reason; with two as few as
-    fill an even number of rounds, which evens out the programs' sums.
+    So few that their K and V, of so many bytes a head, stay in the L2 cache for each other's tiles; and of those
+    numbers the one by which the programs' work is the most even.
     """
-    if not causal:
-        return 1
-    if config.consumers == 3:
-        return -(-heads // -(-heads * bytes_of_head // CACHED))
-    return min(heads, 2 * programs // gcd(2 * programs, rows))
+    most = min(max(CACHED // bytes_of_head, 1), shape[0], MOST_TOGETHER)
+    return min(range(1, most + 1), key=lambda section: _longest(section, *shape, programs, config))
+
+
+def _longest(section: int, heads: int, seq_q: int, seq_k: int, programs: int, config: SpecialisedForward) -> int:
+    """Blocks that the busiest program computes under a causal mask, one more for each tile's start and end; as _tile.
+
+    On an H200 a forward pass takes as much longer as this is above the mean: up to 5 % between sections of a few heads.
+    """
+    rows = -(-seq_q // config.queries)
+    n, place = np.divmod(np.arange(heads * rows), programs)
+    program = np.where(n % 2 == 0, place, programs - 1 - place)
+    first = np.arange(heads * rows) // (section * rows) * section
+    width = np.minimum(section, heads - first)
+    tile = rows - 1 - (np.arange(heads * rows) - first * rows) // width
+    after = -(-heads // section) - 1 - first // section
+    tile = np.where(after % 2 == 0, tile, rows - 1 - tile)
+    blocks = np.clip(-(-((tile + 1) * config.queries + seq_k - seq_q) // config.n), 1, -(-seq_k // config.n))
+    return int(np.bincount(program, blocks + 1).max())
 
 
 def _arguments(
@@ -616,8 +620,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, config: Specialis
     logsumexp = torch.empty((batch, heads, seq_q), dtype=torch.float32, device=q.device)
     rows = -(-seq_q // config.queries)
     programs = min(batch * heads * rows, multiprocessors(q.device))
-    bytes_of_head = 2 * seq_k * head_dim * k.element_size() * kv_heads // heads
-    section = _section(batch * heads, bytes_of_head, rows, programs, options.causal, config)
+    bytes_of_head = -(-2 * seq_k * head_dim * k.element_size() * kv_heads // heads)
+    shape = batch * heads, seq_q, seq_k
+    section = _section(shape, bytes_of_head, programs, config) if options.causal else 1
     sizes = batch, heads, heads // kv_heads, seq_q, seq_k, section
     scalars = *sizes, options.scale, threshold(options.dropout_p), 1 / (1 - options.dropout_p)
     tensors = _arguments(q, k, v, out, logsumexp, options.numbers, config)

@@ -18,7 +18,7 @@ from kernels import checks, dropout
 from kernels.documents import document_bounds
 from kernels.flash2 import blocks, definition, flash2, flash2_packed, launch, op
 from kernels.flash2.options import Options
-from kernels.flash2.tiles import tiles_for
+from kernels.flash2.tiles import SPECIALISED, read_table, tiles_for
 from kernels.launcher import triton_version
 from kernels.standard import standard_attention
 from tests.kernels.accuracy import Case, assert_as_accurate, draw, outcome
@@ -342,6 +342,37 @@ def test_tuned_tiles_are_attention(head_dim, dtype, deterministic, dropout_p):
         expected = both_passes(definition, tuple(x.double() for x in inputs), options)
         for got, want in zip((out, *grads), expected, strict=True):
             assert (got.double() - want).norm() < 1e-2 * want.norm()
+
+
+SETTINGS = dict.fromkeys(
+    (pass_, int(size), mask, tuple(config))
+    for pass_, sizes in read_table()["specialised"].items()
+    for size, masks in sizes.items()
+    for mask, buckets in masks.items()
+    for config in buckets.values()
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("pass_", "head_dim", "mask", "config"), SETTINGS, ids=str)
+def test_every_setting_of_hopper_is_attention(pass_, head_dim, mask, config):
+    """Those for long sequences too, which few other tests are long enough for, and at lengths that no tile divides."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("of Hopper alone")
+    causal, dropout_p = mask != "full", 0.2 if mask == "dropout" else 0.0
+    tiles = {pass_: SPECIALISED[pass_](*config)}
+    for seq_q, seq_k in ((700, 700), (200, 330), (330, 200)) if causal else ((257, 140), (700, 700)):
+        case = Case(seq_q=seq_q, seq_k=seq_k, heads=4, kv_heads=2, head_dim=head_dim, dtype=BF16, causal=causal)
+        q, k, v, dout = inputs = draw(case, "cuda")
+        numbers = dropout.draw(case.batch, case.heads, seq_q, seq_k, q.device) if dropout_p else None
+        options = Options(numbers, causal=causal, scale=head_dim**-0.5, dropout_p=dropout_p)
+        expected = both_passes(definition, tuple(x.double() for x in inputs), options)
+        out, logsumexp = launch.forward(q, k, v, *options, tiles=tiles.get("forward"))
+        for deterministic in (False, True) if pass_ == "backward" else ():
+            arguments = dout, q, k, v, out, logsumexp, None, deterministic, *options
+            for got, want in zip(launch.backward(*arguments, tiles=tiles[pass_]), expected[1:], strict=True):
+                assert (got.double() - want).norm() < 1e-2 * want.norm()
+        assert (out.double() - expected[0]).norm() < 1e-2 * expected[0].norm()
 
 
 @pytest.mark.gpu
@@ -698,3 +729,27 @@ def test_refuses_options_out_of_range(options, message):
     q, k, v, _ = draw(Case(), "cpu")
     with pytest.raises(ValueError, match=message):
         flash2(q, k, v, **options)
+
+
+@pytest.mark.skipif(triton_version() < (3, 6), reason="the kernel is written for Triton 3.6 or later")
+@given(
+    heads=st.integers(64, 400),
+    length=st.integers(1024, 16384),
+    config=st.sampled_from([(128, 2, 2), (64, 4, 2), (128, 3, 3)]),
+    programs=st.sampled_from([114, 132]),
+)
+def test_heads_are_dealt_out_in_sections_that_the_cache_holds_and_programs_share_evenly(
+    heads, length, config, programs
+):
+    """No program has more to do than the mean and one of the longest tiles."""
+    from kernels.flash2 import hopper_forward
+    from kernels.flash2.tiles import SpecialisedForward
+
+    config, bytes_of_head = SpecialisedForward(*config), 512 * length
+    section = hopper_forward._section((heads, length, length), bytes_of_head, programs, config)
+    assert section == 1 or section * bytes_of_head <= hopper_forward.CACHED
+    each = [
+        min(-(-(i + config.queries) // config.n), -(-length // config.n)) + 1 for i in range(0, length, config.queries)
+    ]
+    mean = heads * sum(each) / programs
+    assert mean <= hopper_forward._longest(section, heads, length, length, programs, config) <= mean + each[-1]
