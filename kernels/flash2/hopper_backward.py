@@ -41,11 +41,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.dropout import threshold
 from kernels.flash2.options import Options
-from kernels.flash2.tiles import SpecialisedBackward, padded_head_dim, split_head_dim
+from kernels.flash2.tiles import SpecialisedBackward, in_halves, padded_head_dim, split_head_dim
 from kernels.launcher import descriptor, launch, strides
 from kernels.warpgroups import barrier, hide, multiprocessors, release, signature_of
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+_in_halves = gluon.constexpr_function(in_halves)
 
 
 @builtin
@@ -370,15 +371,27 @@ def _half(x, h: gl.constexpr):
 
 
 @gluon.jit
-def _statistic(stats_s, row, h: gl.constexpr, SL: gl.constexpr):
-    """A statistic of the queries of one half, for all keys."""
-    return _half(stats_s.index(row).reshape([stats_s.shape[2]]), h).load(gl.SliceLayout(0, SL))[None, :]
+def _product_of_half(x0, x1, y0, y1, h: gl.constexpr, ones, stats, zeros, D1: gl.constexpr, IN_PRODUCTS: gl.constexpr):
+    """_transposed_product of one half of y's rows, less a statistic of theirs where that comes IN_PRODUCTS."""
+    product = _transposed_product(x0, x1, _half(y0, h), _half(y1, h), zeros, D1)
+    if IN_PRODUCTS:
+        product = warpgroup_mma(ones, _half(stats, h).permute([1, 0]), product, is_async=True)
+    return product
 
 
 @gluon.jit
-def _in_halves(
-    keys, queries, stats_s, row, ds_s, q_full, q_phase, do_full, do_phase, dk, dk_1, dv, dv_1, j, i, masked, scale_log2,
-    SL: gl.constexpr, D1: gl.constexpr, WARPS: gl.constexpr, CAUSAL: gl.constexpr, FUSED: gl.constexpr,
+def _statistic(stats, row: gl.constexpr, h: gl.constexpr, SL: gl.constexpr, IN_PRODUCTS: gl.constexpr):
+    """What is still to be taken off S or dP of one half: a statistic of its queries, for all keys."""
+    if IN_PRODUCTS:
+        return 0.0
+    else:
+        return _half(stats[row], h).load(gl.SliceLayout(0, SL))[None, :]
+
+
+@gluon.jit
+def _both_halves(
+    keys, queries, stats, ds_s, q_full, q_phase, do_full, do_phase, dk, dk_1, dv, dv_1, j, i, masked, scale_log2,
+    SL: gl.constexpr, D1: gl.constexpr, WARPS: gl.constexpr, CAUSAL: gl.constexpr, IN_PRODUCTS: gl.constexpr,
 ):  # fmt: skip
     """dS^T of the second half of a tile of queries, rounded, and dK, dV with all but the second half's dS^T Q issued.
 
@@ -391,29 +404,32 @@ def _in_halves(
     PARTS: gl.constexpr = 2 if D1 else 1
     dtype: gl.constexpr = q0.dtype
     zeros = gl.zeros([N, M], gl.float32, SL)
+    of_lse, of_delta = 0, 0
+    if IN_PRODUCTS:
+        of_lse = _ones(0, N, gl.DotOperandLayout(0, SL, 2))
+        of_delta = _ones(3, N, gl.DotOperandLayout(0, SL, 2))
+    S_PARTS: gl.constexpr = PARTS + 1 if IN_PRODUCTS else PARTS  # products of S, and of dP
     mbarrier.wait(q_full, q_phase)
-    s_t = _transposed_product(k0, k1, _half(q0, 0), _half(q1, 0), zeros, D1)
+    s_t = _product_of_half(k0, k1, q0, q1, 0, of_lse, stats[0], zeros, D1, IN_PRODUCTS)
     mbarrier.wait(do_full, do_phase)
-    dp_t = _transposed_product(v0, v1, _half(do0, 0), _half(do1, 0), zeros, D1)
-    s_t = warpgroup_mma_wait(PARTS, deps=(s_t,))
-    p_t = _probabilities(s_t, _statistic(stats_s, row, 0, SL), j, i, masked, scale_log2, CAUSAL)
+    dp_t = _product_of_half(v0, v1, do0, do1, 0, of_delta, stats[0], zeros, D1, IN_PRODUCTS)
+    s_t = warpgroup_mma_wait(S_PARTS, deps=(s_t,))
+    p_t = _probabilities(s_t, _statistic(stats, 0, 0, SL, IN_PRODUCTS), j, i, masked, scale_log2, CAUSAL)
     p16 = p_t.to(dtype)
     dp_t = warpgroup_mma_wait(0, deps=(dp_t,))
-    ds16 = (p_t * (dp_t - _statistic(stats_s, row + 1, 0, SL))).to(dtype)
-    if FUSED:
-        ds_s.slice(0, M, 1).store(ds16)
+    ds16 = (p_t * (dp_t - _statistic(stats, 1, 0, SL, IN_PRODUCTS))).to(dtype)
+    ds_s.slice(0, M, 1).store(ds16)
     dv, dv_1 = _add_product(p16, _half(do0, 0), _half(do1, 0), dv, dv_1, D1, WARPS)
-    s_t = _transposed_product(k0, k1, _half(q0, 1), _half(q1, 1), zeros, D1)
-    dp_t = _transposed_product(v0, v1, _half(do0, 1), _half(do1, 1), zeros, D1)
+    s_t = _product_of_half(k0, k1, q0, q1, 1, of_lse, stats[0], zeros, D1, IN_PRODUCTS)
+    dp_t = _product_of_half(v0, v1, do0, do1, 1, of_delta, stats[0], zeros, D1, IN_PRODUCTS)
     dk, dk_1 = _add_product(ds16, _half(q0, 0), _half(q1, 0), dk, dk_1, D1, WARPS)
-    s_t = warpgroup_mma_wait(2 * PARTS, deps=(s_t,))
-    p_t = _probabilities(s_t, _statistic(stats_s, row, 1, SL), j, i + M, masked, scale_log2, CAUSAL)
+    s_t = warpgroup_mma_wait(S_PARTS + PARTS, deps=(s_t,))
+    p_t = _probabilities(s_t, _statistic(stats, 0, 1, SL, IN_PRODUCTS), j, i + M, masked, scale_log2, CAUSAL)
     p16 = p_t.to(dtype)
     dp_t = warpgroup_mma_wait(PARTS, deps=(dp_t,))
-    ds16 = (p_t * (dp_t - _statistic(stats_s, row + 1, 1, SL))).to(dtype)
-    if FUSED:
-        ds_s.slice(M, M, 1).store(ds16)
-        fence_async_shared()
+    ds16 = (p_t * (dp_t - _statistic(stats, 1, 1, SL, IN_PRODUCTS))).to(dtype)
+    ds_s.slice(M, M, 1).store(ds16)
+    fence_async_shared()
     dv, dv_1 = _add_product(p16, _half(do0, 1), _half(do1, 1), dv, dv_1, D1, WARPS)
     return ds16, dk, dk_1, dv, dv_1
 
@@ -428,13 +444,15 @@ def _consumer(
 
     Both S^T = K Q^T and dP^T = V dO^T are issued before the exponential, which hides under the second; and dQ is sent
     off while dS^T Q runs. One warpgroup hides dS under P^T dO. Two have P^T dO wait until dS is stored, as
-    FlashAttention-3's do: exponentials and dS then run into one another. Where statistics come IN_PRODUCTS there are
-    registers enough, and no load that dS waits for. P^T and dS^T are multiplied from registers; dS^T goes to shared
-    memory too, to be read there as the dS of dQ = dS K. In dropout the sign of P tells from there on what is dropped.
+    FlashAttention-3's do: exponentials and dS then run into one another, and 128 x 128 tiles of heads of 64 fit in the
+    registers. Where statistics come IN_PRODUCTS there are registers enough, and no load that dS waits for. P^T and dS^T
+    are multiplied from registers; dS^T goes to shared memory too, to be read there as the dS of dQ = dS K. In dropout
+    the sign of P tells from there on what is dropped.
 
-    A tile of 128 queries is computed IN_HALVES up to its dQ, of which then each warpgroup has 64 rows and all columns:
-    of 64 queries it would have all rows and half of the columns, and both would read all of dS. In sustained load on an
-    H200 that makes the backward of heads of 80 at 8k, with 128 keys for 64, 4 % faster; half as much is added to dQ.
+    Heads of 80 have tiles of 128 queries at long lengths, computed IN_HALVES up to their dQ, of which then each
+    warpgroup has 64 rows and all columns. Of 64 queries it would have all rows and half of the columns, and both would
+    read all of dS; of 64 keys and queries twice as much would be added to dQ. In sustained load on an H200, where the
+    board's power is the limit, their backward at 8k is 6.6 % faster than by the latter, and the products beside it too.
 
     A product of 64 columns reads its operands as fast as shared memory gives them. So 64 keys have V in registers, and
     where there is no part 1, K and K^T too: dQ is then computed as its transpose, K^T dS^T. Not where dQ is left
@@ -455,7 +473,7 @@ def _consumer(
     PARTS: gl.constexpr = 2 if D1 else 1
     dtype: gl.constexpr = q0_s.dtype
     IN_PRODUCTS: gl.constexpr = stats_s.dtype == gl.bfloat16
-    IN_HALVES: gl.constexpr = M == 128 and not DROPOUT
+    IN_HALVES: gl.constexpr = FUSED and _in_halves(M, D0 + D1) and not DROPOUT
     WM: gl.constexpr = _rows_of_warps(M, WARPS)
     WN: gl.constexpr = WARPS // WM
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, M // 2 if IN_HALVES else M, 16])
@@ -485,7 +503,7 @@ def _consumer(
     if DROPOUT:
         o_j = j + gl.arange(0, N, layout=gl.SliceLayout(1, SL))
         p_keys = numbers + (batch * heads + kv_head * groups).to(gl.int64) * (seq_q + seq_k) + seq_q + o_j
-    if IN_PRODUCTS:
+    if IN_PRODUCTS and not IN_HALVES:
         of_lse = _ones(0, N, gl.DotOperandLayout(0, SL, 2))
         of_delta = _ones(3, N, gl.DotOperandLayout(0, SL, 2))
     mbarrier.wait(k_full.index(0), 0)
@@ -505,10 +523,13 @@ def _consumer(
             if D1:
                 b_q1, b_do1 = q1_s.index(s).reshape([M, D1]), do1_s.index(o).reshape([M, D1])
             if IN_HALVES:
-                ds16, dk, dk_1, dv, dv_1 = _in_halves(
-                    (a_k0, b_k1, a_v0, b_v1), (b_q0, b_q1, b_do0, b_do1), stats_s, STATS * s, ds_s,
+                b_lse, b_delta = stats_s.index(STATS * s), stats_s.index(STATS * s)  # one tile of both IN_PRODUCTS
+                if not IN_PRODUCTS:
+                    b_lse, b_delta = b_lse.reshape([M]), stats_s.index(STATS * s + 1).reshape([M])
+                ds16, dk, dk_1, dv, dv_1 = _both_halves(
+                    (a_k0, b_k1, a_v0, b_v1), (b_q0, b_q1, b_do0, b_do1), (b_lse, b_delta), ds_s,
                     q_full.index(s), t // QS & 1, do_full.index(o), t // OS & 1, dk, dk_1, dv, dv_1,
-                    j, m * M, masked, scale_log2, SL, D1, WARPS, CAUSAL, FUSED,
+                    j, m * M, masked, scale_log2, SL, D1, WARPS, CAUSAL, IN_PRODUCTS,
                 )  # fmt: skip
                 b_q0, b_q1 = _half(b_q0, 1), _half(b_q1, 1)
             else:
@@ -742,13 +763,14 @@ def _section(key_tiles: int, resident: int, causal: bool, device: torch.device) 
 def _statistics(tiles: int, q: Tensor, options: Options, config: SpecialisedBackward) -> Tensor:
     """Room for the statistics of so many tiles of queries, for delta_kernel to fill.
 
-    In heads of 128 in bf16 they come off S and dP in the products themselves, from one tile of 16 columns beside Q and
-    dO: read by the threads they would wait behind the products' operands, for which shared memory is just fast enough.
-    The backward at 8k on an H200 is 2.9 and 3.5 % faster by it in two runs with a causal mask, 5.3 and 6.7 without, at
-    2k 2.1 and 2.9. In smaller heads the columns cost more than that saves. fp16 has not the range for all there may be,
-    and dropout needs delta by itself.
+    In heads of 128, and in halves, in bf16 they come off S and dP in the products themselves, from one tile of 16
+    columns beside Q and dO: read by the threads they would wait behind the products' operands, for which shared memory
+    is just fast enough. The backward at 8k on an H200 is 2.9 and 3.5 % faster by it in two runs with a causal mask, 5.3
+    and 6.7 without, at 2k 2.1 and 2.9; that of heads of 80 in halves, in sustained load, 3.3 %. Elsewhere the columns
+    cost more than that saves. fp16 has not the range for all there may be, and dropout needs delta by itself.
     """
-    if q.shape[3] == 128 and q.dtype == torch.bfloat16 and options.dropout_p == 0:
+    in_products = q.shape[3] == 128 or in_halves(config.m, q.shape[3])
+    if in_products and q.dtype == torch.bfloat16 and options.dropout_p == 0:
         return torch.empty((tiles * config.m, 16), dtype=q.dtype, device=q.device)
     rows = (3 if options.dropout_p > 0 else 2) * tiles
     return torch.empty((rows, config.m), dtype=torch.float32, device=q.device)

@@ -21,6 +21,7 @@ from kernels.flash2.tiles import (
     padded_head_dim,
     specialised_for,
     tiles_for,
+    without_dq,
 )
 from kernels.flash2.triton_kernels import (
     add_pieces_kernel,
@@ -82,8 +83,9 @@ def explain(
         forward = f"forward by warp-specialised Gluon, {specialised_for('forward', *kind)}"
     if is_specialised("backward", *asked):
         config = specialised_for("backward", *kind)
+        config = without_dq(config, head_dim) if deterministic else config
         backward = f"backward by warp-specialised Gluon, {config}"
-        if deterministic or not config.fused:
+        if not config.fused:
             backward += f", dQ by plain Triton, {parts['query_gradient']}"
     return f"{forward}; {backward}"
 
@@ -236,7 +238,7 @@ def _backward_into(
     if isinstance(config, SpecialisedBackward):
         from kernels.flash2 import hopper_backward  # Gluon is there by the rule
 
-        config = config._replace(fused=config.fused and not deterministic)
+        config = without_dq(config, q.shape[3]) if deterministic else config
         sums = sums if config.fused and dlogsumexp is None and not options.dropout_p else None
         tensors = dq, dk, dv, dout, q, k, v, out, logsumexp, dlogsumexp
         delta = hopper_backward.backward_into(*tensors, sums, options, config)

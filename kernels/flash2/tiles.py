@@ -77,6 +77,20 @@ class SpecialisedBackward(NamedTuple):
         return {"num_warps": self.warps, "maxnreg": min(registers, 248)}
 
 
+def in_halves(m: int, head_dim: int) -> bool:
+    """Whether the specialised backward computes a tile of m queries in two halves, all but its dQ."""
+    return m == 128 and head_dim > 64
+
+
+def without_dq(config: SpecialisedBackward, head_dim: int) -> SpecialisedBackward:
+    """The settings for leaving dQ to the plain kernel. It is dQ that halves are for: without it heads of 80 have tiles
+    of 64 x 64 at any length, by which the rest takes 4 % less at 8k on an H200.
+    """
+    return (
+        SpecialisedBackward(64, 64, 4, 2, 2, False) if in_halves(config.m, head_dim) else config._replace(fused=False)
+    )
+
+
 SPECIALISED = {"forward": SpecialisedForward, "backward": SpecialisedBackward}
 
 

@@ -25,7 +25,7 @@ from kernels.flash1 import launch as flash1_launch
 from kernels.flash1 import triton_kernels as flash1
 from kernels.flash2 import hopper_backward, hopper_forward, launch, triton_kernels
 from kernels.flash2.options import Options
-from kernels.flash2.tiles import SPECIALISED, Tile, read_table, tiles_for
+from kernels.flash2.tiles import SPECIALISED, SpecialisedBackward, Tile, read_table, tiles_for, without_dq
 from kernels.fused_softmax import triton_kernels as softmax
 from kernels.fused_softmax.op import LONGEST_ROW
 from kernels.gelu import hopper as hopper_gelu
@@ -319,8 +319,8 @@ def compile_others(target: str) -> list[dict]:
 
 
 def specialised() -> list[tuple]:
-    """Jobs for every entry of the table; the backward's causal ones without dQ too (a deterministic pass), and head
-    128's in fp16. None under a Triton that cannot compile them, for which the rules choose none."""
+    """Jobs for every entry of the table; the backward's causal ones without dQ too (a deterministic pass), and those of
+    heads of 80 and 128 in fp16. None under a Triton that cannot compile them, for which the rules choose none."""
     if triton_version() < (3, 6):
         return []
     jobs = [
@@ -331,8 +331,9 @@ def specialised() -> list[tuple]:
         for config in buckets.values()
     ]
     causal = [job for job in jobs if job[3:5] == (True, False)]
-    jobs += [("backward", *job[1:-1], (*job[-1][:-1], False)) for job in causal if job[0] == "backward"]
-    jobs += [(job[0], job[1], "fp16", *job[3:]) for job in causal if job[1] == 128]
+    for _, head_dim, *kind, config in [job for job in causal if job[0] == "backward"]:
+        jobs.append(("backward", head_dim, *kind, tuple(without_dq(SpecialisedBackward(*config), head_dim))))
+    jobs += [(job[0], job[1], "fp16", *job[3:]) for job in causal if job[1] in (80, 128)]
     return list(dict.fromkeys(jobs))
 
 
