@@ -42,6 +42,7 @@ ROWS: gl.constexpr = gl.constexpr(64)  # of one consumer: the M of wgmma
 CONSUMER_REGISTERS = {2: 240, 3: 160}  # of a thread, which leaves the producer the least there is
 PRODUCER_REGISTERS = 24
 CACHED = 24 * 2**20  # bytes of K and V, half of the H200's L2 cache
+BEYOND = 1.05  # by how much a section of more is to be the more even one: 1.02 to 1.05 is what it costs at 8k
 MOST_TOGETHER = 64  # heads
 
 
@@ -555,10 +556,14 @@ def _section(shape: tuple[int, int, int], bytes_of_head: int, programs: int, con
     """How many heads to deal out together under a causal mask, see _tile, for a shape of heads, queries and keys.
 
     So few that their K and V, of so many bytes a head, stay in the L2 cache for each other's tiles; and of those
-    numbers the one by which the programs' work is the most even.
+    numbers the one by which the programs' work is the most even. More only where none of them is nearly even.
     """
-    most = min(max(CACHED // bytes_of_head, 1), shape[0], MOST_TOGETHER)
-    return min(range(1, most + 1), key=lambda section: _longest(section, *shape, programs, config))
+
+    def cost(section: int) -> float:
+        cached = section == 1 or section * bytes_of_head <= CACHED
+        return _longest(section, *shape, programs, config) * (1 if cached else BEYOND)
+
+    return min(range(1, min(shape[0], MOST_TOGETHER) + 1), key=cost)
 
 
 def _longest(section: int, heads: int, seq_q: int, seq_k: int, programs: int, config: SpecialisedForward) -> int:

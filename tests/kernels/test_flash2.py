@@ -733,6 +733,7 @@ def test_refuses_options_out_of_range(options, message):
 
 
 @pytest.mark.skipif(triton_version() < (3, 6), reason="the kernel is written for Triton 3.6 or later")
+@settings(deadline=None)
 @given(
     heads=st.integers(64, 400),
     length=st.integers(1024, 16384),
@@ -742,15 +743,23 @@ def test_refuses_options_out_of_range(options, message):
 def test_heads_are_dealt_out_in_sections_that_the_cache_holds_and_programs_share_evenly(
     heads, length, config, programs
 ):
-    """No program has more to do than the mean and one of the longest tiles."""
+    """No program has much more to do than the mean, or one of the longest tiles more.
+
+    The cache holds a section, but where all that it holds are clearly less even.
+    """
     from kernels.flash2 import hopper_forward
     from kernels.flash2.tiles import SpecialisedForward
 
     config, bytes_of_head = SpecialisedForward(*config), 512 * length
-    section = hopper_forward._section((heads, length, length), bytes_of_head, programs, config)
-    assert section == 1 or section * bytes_of_head <= hopper_forward.CACHED
+    shape = heads, length, length
+    section = hopper_forward._section(shape, bytes_of_head, programs, config)
+    longest = hopper_forward._longest(section, *shape, programs, config)
+    held = range(1, max(hopper_forward.CACHED // bytes_of_head, 1) + 1)
+    if section not in held:
+        others = (hopper_forward._longest(other, *shape, programs, config) for other in held)
+        assert min(others) > hopper_forward.BEYOND * longest
     each = [
         min(-(-(i + config.queries) // config.n), -(-length // config.n)) + 1 for i in range(0, length, config.queries)
     ]
     mean = heads * sum(each) / programs
-    assert mean <= hopper_forward._longest(section, heads, length, length, programs, config) <= mean + each[-1]
+    assert mean <= longest <= max(1.06 * mean, mean + each[-1])
