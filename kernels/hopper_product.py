@@ -41,7 +41,8 @@ N: gl.constexpr = gl.constexpr(TILE[1])
 K: gl.constexpr = gl.constexpr(64)
 STAGES: gl.constexpr = gl.constexpr(3)
 # Tiles of rows that are computed for all columns before the next ones are. Of 8, 13, 16, 32 and 64 on an H200 in
-# sustained load 8 was the fastest at depths of 2560, 8192 and 10240, and 0.5 % off at 3072: 32 takes 0.5 to 3 % longer.
+# sustained load 8 was the fastest at depths of 2560, 8192 and 10240, and 1.5 % behind 16 at 3072; 32 takes 0.5 to 3.3 %
+# longer than 8.
 GROUP: gl.constexpr = gl.constexpr(8)
 CHUNK: gl.constexpr = gl.constexpr(8)  # rows that an epilogue has in registers at a time: those of a swizzle
 CHUNKS: gl.constexpr = gl.constexpr(ROWS.value // CHUNK.value)  # of what one of the multiplying warpgroups leaves
