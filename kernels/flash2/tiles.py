@@ -86,9 +86,9 @@ def without_dq(config: SpecialisedBackward, head_dim: int) -> SpecialisedBackwar
     """The settings for leaving dQ to the plain kernel. It is dQ that halves are for: without it heads of 80 have tiles
     of 64 x 64 at any length, by which the rest takes 4 % less at 8k on an H200.
     """
-    return (
-        SpecialisedBackward(64, 64, 4, 2, 2, False) if in_halves(config.m, head_dim) else config._replace(fused=False)
-    )
+    if in_halves(config.m, head_dim):
+        return SpecialisedBackward(64, 64, 4, 2, 2, fused=False)
+    return config._replace(fused=False)
 
 
 SPECIALISED = {"forward": SpecialisedForward, "backward": SpecialisedBackward}
@@ -112,6 +112,18 @@ def length_bucket(seq_len: int) -> str:
 @cache
 def read_table() -> dict:
     return json.loads(TABLE.read_text())
+
+
+def specialised_settings() -> list[tuple[str, int, str, tuple]]:
+    """Pass, head size, mask and settings of the table's specialised entries, each once, whatever the lengths."""
+    entries = (
+        (pass_, int(size), mask, tuple(config))
+        for pass_, sizes in read_table()["specialised"].items()
+        for size, masks in sizes.items()
+        for mask, buckets in masks.items()
+        for config in buckets.values()
+    )
+    return list(dict.fromkeys(entries))
 
 
 @cache

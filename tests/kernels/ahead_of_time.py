@@ -25,7 +25,15 @@ from kernels.flash1 import launch as flash1_launch
 from kernels.flash1 import triton_kernels as flash1
 from kernels.flash2 import hopper_backward, hopper_forward, launch, triton_kernels
 from kernels.flash2.options import Options
-from kernels.flash2.tiles import SPECIALISED, SpecialisedBackward, Tile, read_table, tiles_for, without_dq
+from kernels.flash2.tiles import (
+    SPECIALISED,
+    SpecialisedBackward,
+    Tile,
+    read_table,
+    specialised_settings,
+    tiles_for,
+    without_dq,
+)
 from kernels.fused_softmax import triton_kernels as softmax
 from kernels.fused_softmax.op import LONGEST_ROW
 from kernels.gelu import hopper as hopper_gelu
@@ -324,11 +332,8 @@ def specialised() -> list[tuple]:
     if triton_version() < (3, 6):
         return []
     jobs = [
-        (pass_, int(size), "bf16", mask != "full", mask == "dropout", tuple(config))
-        for pass_, sizes in read_table()["specialised"].items()
-        for size, masks in sizes.items()
-        for mask, buckets in masks.items()
-        for config in buckets.values()
+        (pass_, head_dim, "bf16", mask != "full", mask == "dropout", config)
+        for pass_, head_dim, mask, config in specialised_settings()
     ]
     causal = [job for job in jobs if job[3:5] == (True, False)]
     for _, head_dim, *kind, config in [job for job in causal if job[0] == "backward"]:

@@ -18,7 +18,7 @@ from kernels import checks, dropout
 from kernels.documents import document_bounds
 from kernels.flash2 import blocks, definition, flash2, flash2_packed, launch, op
 from kernels.flash2.options import Options
-from kernels.flash2.tiles import SPECIALISED, read_table, tiles_for
+from kernels.flash2.tiles import SPECIALISED, specialised_settings, tiles_for
 from kernels.launcher import triton_version
 from kernels.standard import standard_attention
 from tests.kernels.accuracy import Case, assert_as_accurate, draw, outcome
@@ -325,6 +325,19 @@ def test_tuned_tiles_mask_windows_and_documents(head_dim, deterministic):
             assert (got.double() - want).norm() < 1e-2 * want.norm()
 
 
+def assert_launches_attention(case: Case, device: str, dropout_p: float, deterministic: bool, **tiles) -> None:
+    """Both passes against fp64's, by the table's tiles or, of a pass that is named, by those given."""
+    q, k, v, dout = inputs = draw(case, device)
+    numbers = dropout.draw(case.batch, case.heads, case.seq_q, case.seq_k, q.device) if dropout_p else None
+    options = Options(numbers, causal=case.causal, scale=case.head_dim**-0.5, dropout_p=dropout_p)
+    out, logsumexp = launch.forward(q, k, v, *options, tiles=tiles.get("forward"))
+    arguments = dout, q, k, v, out, logsumexp, None, deterministic, *options
+    grads = launch.backward(*arguments, tiles=tiles.get("backward"))
+    expected = both_passes(definition, tuple(x.double() for x in inputs), options)
+    for got, want in zip((out, *grads), expected, strict=True):
+        assert (got.double() - want).norm() < 1e-2 * want.norm()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("head_dim", "dtype"), [(64, BF16), (80, BF16), (96, BF16), (128, BF16), (128, F16)], ids=str)
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -333,47 +346,21 @@ def test_tuned_tiles_are_attention(head_dim, dtype, deterministic, dropout_p):
     """With grouped heads, under both masks, with fewer queries than keys and more; heads of 128 differ in fp16."""
     for causal, seq_q, seq_k in ((True, 700, 700), (True, 200, 330), (True, 330, 200), (False, 257, 140)):
         case = Case(seq_q=seq_q, seq_k=seq_k, heads=4, kv_heads=2, head_dim=head_dim, dtype=dtype, causal=causal)
-        inputs = draw(case, "cuda")
-        numbers = dropout.draw(case.batch, case.heads, seq_q, seq_k, inputs[0].device) if dropout_p else None
-        options = Options(numbers, causal=causal, scale=head_dim**-0.5, dropout_p=dropout_p)
-        q, k, v, dout = inputs
-        out, logsumexp = launch.forward(q, k, v, *options)
-        grads = launch.backward(dout, q, k, v, out, logsumexp, None, deterministic, *options)
-        expected = both_passes(definition, tuple(x.double() for x in inputs), options)
-        for got, want in zip((out, *grads), expected, strict=True):
-            assert (got.double() - want).norm() < 1e-2 * want.norm()
-
-
-SETTINGS = dict.fromkeys(
-    (pass_, int(size), mask, tuple(config))
-    for pass_, sizes in read_table()["specialised"].items()
-    for size, masks in sizes.items()
-    for mask, buckets in masks.items()
-    for config in buckets.values()
-)
+        assert_launches_attention(case, "cuda", dropout_p, deterministic)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("pass_", "head_dim", "mask", "config"), SETTINGS, ids=str)
+@pytest.mark.parametrize(("pass_", "head_dim", "mask", "config"), specialised_settings(), ids=str)
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 def test_every_setting_of_hopper_is_attention(pass_, head_dim, mask, config, dtype):
     """Those for long sequences too, which few other tests are long enough for, and at lengths that no tile divides."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("of Hopper alone")
     causal, dropout_p = mask != "full", 0.2 if mask == "dropout" else 0.0
-    tiles = {pass_: SPECIALISED[pass_](*config)}
     for seq_q, seq_k in ((700, 700), (200, 330), (330, 200)) if causal else ((257, 140), (700, 700)):
         case = Case(seq_q=seq_q, seq_k=seq_k, heads=4, kv_heads=2, head_dim=head_dim, dtype=dtype, causal=causal)
-        q, k, v, dout = inputs = draw(case, "cuda")
-        numbers = dropout.draw(case.batch, case.heads, seq_q, seq_k, q.device) if dropout_p else None
-        options = Options(numbers, causal=causal, scale=head_dim**-0.5, dropout_p=dropout_p)
-        expected = both_passes(definition, tuple(x.double() for x in inputs), options)
-        out, logsumexp = launch.forward(q, k, v, *options, tiles=tiles.get("forward"))
-        assert (out.double() - expected[0]).norm() < 1e-2 * expected[0].norm()
-        for deterministic in (False, True) if pass_ == "backward" else ():
-            arguments = dout, q, k, v, out, logsumexp, None, deterministic, *options
-            for got, want in zip(launch.backward(*arguments, tiles=tiles[pass_]), expected[1:], strict=True):
-                assert (got.double() - want).norm() < 1e-2 * want.norm()
+        for deterministic in (False, True) if pass_ == "backward" else (False,):
+            assert_launches_attention(case, "cuda", dropout_p, deterministic, **{pass_: SPECIALISED[pass_](*config)})
 
 
 @pytest.mark.gpu
