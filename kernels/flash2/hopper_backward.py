@@ -349,6 +349,17 @@ def _add_product(x, y0, y1, z0, z1, D1: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
+def _settle(PENDING: gl.constexpr, z0, z1, D1: gl.constexpr):
+    """The two parts of dK or dV once all products but the last PENDING are done, for _add_product to add to."""
+    if D1:
+        z0, z1 = warpgroup_mma_wait(PENDING, deps=(z0, z1))
+        z1 = warpgroup_mma_init(z1)
+    else:
+        z0 = warpgroup_mma_wait(PENDING, deps=(z0,))
+    return warpgroup_mma_init(z0), z1
+
+
+@gluon.jit
 def _ones(first: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
     """[ROWS, 16] in bf16, one in the three columns from a first one on: times _parts, transposed, it is a statistic."""
     o_c = gl.arange(0, 16, layout=gl.SliceLayout(0, LAYOUT))[None, :]
@@ -374,6 +385,71 @@ def _probabilities(s_t, lse, j, i, masked, scale_log2, CAUSAL: gl.constexpr):
     if i < full:
         s_t = _mask(s_t, j, i, seq_k, offset, CAUSAL)
     return gl.exp2(s_t * scale_log2 - lse)
+
+
+@gluon.jit
+def _whole_tile(
+    keys, queries, stats_s, row, ds_s, q_full, q_phase, do_full, do_phase, dv, dv_1, ones,
+    j, i, masked, scale_log2, dropout,
+    SL: gl.constexpr, D1: gl.constexpr, WARPS: gl.constexpr, CAUSAL: gl.constexpr, DROPOUT: gl.constexpr,
+    FUSED: gl.constexpr,
+):  # fmt: skip
+    """dS^T of a tile of queries, rounded, and stored where FUSED, and dV with P^T dO issued.
+
+    Two warpgroups have that wait until dS is stored, LATE, see _consumer. Statistics are in stats_s from `row` on.
+    """
+    k0, k1, v0, v1 = keys
+    q0, q1, do0, do1 = queries
+    of_lse, of_delta = ones
+    p_keys, mask, threshold = dropout
+    M: gl.constexpr = q0.shape[0]
+    PARTS: gl.constexpr = 2 if D1 else 1
+    ROW: gl.constexpr = gl.SliceLayout(0, SL)
+    dtype: gl.constexpr = q0.dtype
+    IN_PRODUCTS: gl.constexpr = stats_s.dtype == gl.bfloat16
+    LATE: gl.constexpr = FUSED and WARPS > 4 and not IN_PRODUCTS
+    N: gl.constexpr = v0.shape[0]
+    zeros = gl.zeros([N, M], gl.float32, SL)
+    mbarrier.wait(q_full, q_phase)
+    s_t = _transposed_product(k0, k1, q0, q1, zeros, D1)
+    if IN_PRODUCTS:
+        b_stats = stats_s.index(row).permute([1, 0])
+        s_t = warpgroup_mma(of_lse, b_stats, s_t, is_async=True)
+    mbarrier.wait(do_full, do_phase)
+    dp_t = _transposed_product(v0, v1, do0, do1, zeros, D1)
+    if IN_PRODUCTS:
+        dp_t = warpgroup_mma(of_delta, b_stats, dp_t, is_async=True)
+        s_t = warpgroup_mma_wait(2, deps=(s_t,))
+        lse, delta = 0.0, 0.0
+    else:
+        s_t = warpgroup_mma_wait(PARTS, deps=(s_t,))
+        # Read no sooner: these registers are wanted until S is done. So for delta.
+        lse = stats_s.index(row).reshape([M]).load(ROW)[None, :]
+    p_t = _probabilities(s_t, lse, j, i, masked, scale_log2, CAUSAL)
+    if DROPOUT:
+        of_keys = gl.load(p_keys, mask=mask, other=0)
+        of_keys = of_keys.to(gl.uint32, bitcast=True)
+        of_queries = stats_s.index(row + 2).reshape([M]).load(ROW).to(gl.uint32, bitcast=True)
+        kept = of_keys[:, None] * of_queries[None, :] >= threshold.to(gl.uint32, bitcast=True)
+        p_t = gl.where(kept, p_t, -p_t)
+        p16 = gl.maximum(p_t, 0.0).to(dtype)
+    else:
+        p16 = p_t.to(dtype)
+    if not LATE:
+        dv, dv_1 = _add_product(p16, do0, do1, dv, dv_1, D1, WARPS)
+    dp_t = warpgroup_mma_wait(0 if LATE else PARTS, deps=(dp_t,))
+    if not IN_PRODUCTS:
+        delta = stats_s.index(row + 1).reshape([M]).load(ROW)[None, :]
+    if DROPOUT:
+        ds16 = (p_t * gl.where(p_t > 0.0, dp_t - delta, delta)).to(dtype)
+    else:
+        ds16 = (p_t * (dp_t - delta)).to(dtype)
+    if FUSED:
+        ds_s.store(ds16)
+        fence_async_shared()
+    if LATE:
+        dv, dv_1 = _add_product(p16, do0, do1, dv, dv_1, D1, WARPS)
+    return ds16, dv, dv_1
 
 
 @gluon.jit
@@ -448,6 +524,32 @@ def _both_halves(
 
 
 @gluon.jit
+def _write(outputs, buffers, dk, dk_1, dv, dv_1, scale, keep_scale, batch, j, kv_head, D1: gl.constexpr):
+    """Writes dK and dV, scaled and rounded, by TMA out of the shared memory of K and V, which nobody reads any more."""
+    dk0, dk1, dv0, dv1 = outputs
+    k0_s, k1_s, v0_s, v1_s = buffers
+    dtype: gl.constexpr = k0_s.dtype
+    if D1:
+        dk, dv, dk_1, dv_1 = warpgroup_mma_wait(0, deps=(dk, dv, dk_1, dv_1))
+    else:
+        dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
+    barrier()
+    v0_s.reshape(dv.shape).store((dv * keep_scale).to(dtype))
+    k0_s.reshape(dk.shape).store((dk * (scale * keep_scale)).to(dtype))
+    if D1:
+        v1_s.reshape(dv_1.shape).store((dv_1 * keep_scale).to(dtype))
+        k1_s.reshape(dk_1.shape).store((dk_1 * (scale * keep_scale)).to(dtype))
+    fence_async_shared()
+    barrier()
+    tma.async_copy_shared_to_global(dv0, [batch, j, kv_head, 0], v0_s)
+    tma.async_copy_shared_to_global(dk0, [batch, j, kv_head, 0], k0_s)
+    if D1:
+        tma.async_copy_shared_to_global(dv1, [batch, j, kv_head, 64], v1_s)
+        tma.async_copy_shared_to_global(dk1, [batch, j, kv_head, 64], k1_s)
+    tma.store_wait(0)
+
+
+@gluon.jit
 def _consumer(
     outputs, buffers, stats_s, ds_s, dq0_s, dq1_s, bars,
     batch, kv_head, j, shape, tiles, first, full, scale, dropout,
@@ -474,7 +576,6 @@ def _consumer(
     heads, groups, seq_q, seq_k = shape
     numbers, threshold, keep_scale = dropout
     offset = seq_k - seq_q
-    dk0, dk1, dv0, dv1 = outputs
     q0_s, q1_s, k0_s, k1_s, v0_s, v1_s, do0_s, do1_s = buffers
     k_full, q_full, do_full, do_empty, dq_empty = bars
     M: gl.constexpr = q0_s.shape[2]
@@ -484,7 +585,6 @@ def _consumer(
     OS: gl.constexpr = do0_s.shape[0]
     STATS: gl.constexpr = stats_s.shape[0] // QS
     PARTS: gl.constexpr = 2 if D1 else 1
-    dtype: gl.constexpr = q0_s.dtype
     IN_PRODUCTS: gl.constexpr = stats_s.dtype == gl.bfloat16
     IN_HALVES: gl.constexpr = FUSED and _in_halves(M, D0 + D1) and not DROPOUT
     WM: gl.constexpr = _rows_of_warps(M, WARPS)
@@ -495,8 +595,6 @@ def _consumer(
     if D1:
         K1L: gl.constexpr = _gradient_layout(D1, WARPS)
         Q1L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WM, WN], [16, D1 // WN, 16])
-    ROW: gl.constexpr = gl.SliceLayout(0, SL)
-    LATE: gl.constexpr = FUSED and WARPS > 4 and not IN_PRODUCTS
     V_HELD: gl.constexpr = FUSED and N == 64 and D0 == 64
     HELD: gl.constexpr = FUSED and _is_transposed(N, D0 + D1)
     QTL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, M, 16])
@@ -512,10 +610,10 @@ def _consumer(
         dv_1 = warpgroup_mma_init(gl.zeros([N, D1], gl.float32, K1L))
     scale_log2 = scale * LOG2_E
     masked = (full, seq_k, offset)
-    zeros = gl.zeros([N, M], gl.float32, SL)
     if DROPOUT:
         o_j = j + gl.arange(0, N, layout=gl.SliceLayout(1, SL))
         p_keys = numbers + (batch * heads + kv_head * groups).to(gl.int64) * (seq_q + seq_k) + seq_q + o_j
+    of_lse, of_delta = 0, 0
     if IN_PRODUCTS and not IN_HALVES:
         of_lse = _ones(0, N, gl.DotOperandLayout(0, SL, 2))
         of_delta = _ones(3, N, gl.DotOperandLayout(0, SL, 2))
@@ -549,45 +647,15 @@ def _consumer(
                 )  # fmt: skip
                 b_q0, b_q1 = _half(b_q0, 1), _half(b_q1, 1)
             else:
-                mbarrier.wait(q_full.index(s), t // QS & 1)
-                s_t = _transposed_product(a_k0, b_k1, b_q0, b_q1, zeros, D1)
-                if IN_PRODUCTS:
-                    b_stats = stats_s.index(s).permute([1, 0])
-                    s_t = warpgroup_mma(of_lse, b_stats, s_t, is_async=True)
-                mbarrier.wait(do_full.index(o), t // OS & 1)
-                dp_t = _transposed_product(a_v0, b_v1, b_do0, b_do1, zeros, D1)
-                if IN_PRODUCTS:
-                    dp_t = warpgroup_mma(of_delta, b_stats, dp_t, is_async=True)
-                    s_t = warpgroup_mma_wait(2, deps=(s_t,))
-                    lse, delta = 0.0, 0.0
-                else:
-                    s_t = warpgroup_mma_wait(PARTS, deps=(s_t,))
-                    # Read no sooner: these registers are wanted until S is done. So for delta.
-                    lse = stats_s.index(STATS * s).reshape([M]).load(ROW)[None, :]
-                p_t = _probabilities(s_t, lse, j, m * M, masked, scale_log2, CAUSAL)
+                dropped = (0, 0, threshold)
                 if DROPOUT:
-                    of_keys = gl.load(p_keys + g * (seq_q + seq_k), mask=o_j < seq_k, other=0)
-                    of_keys = of_keys.to(gl.uint32, bitcast=True)
-                    of_queries = stats_s.index(STATS * s + 2).reshape([M]).load(ROW).to(gl.uint32, bitcast=True)
-                    kept = of_keys[:, None] * of_queries[None, :] >= threshold.to(gl.uint32, bitcast=True)
-                    p_t = gl.where(kept, p_t, -p_t)
-                    p16 = gl.maximum(p_t, 0.0).to(dtype)
-                else:
-                    p16 = p_t.to(dtype)
-                if not LATE:
-                    dv, dv_1 = _add_product(p16, b_do0, b_do1, dv, dv_1, D1, WARPS)
-                dp_t = warpgroup_mma_wait(0 if LATE else PARTS, deps=(dp_t,))
-                if not IN_PRODUCTS:
-                    delta = stats_s.index(STATS * s + 1).reshape([M]).load(ROW)[None, :]
-                if DROPOUT:
-                    ds16 = (p_t * gl.where(p_t > 0.0, dp_t - delta, delta)).to(dtype)
-                else:
-                    ds16 = (p_t * (dp_t - delta)).to(dtype)
-                if FUSED:
-                    b_ds.store(ds16)
-                    fence_async_shared()
-                if LATE:
-                    dv, dv_1 = _add_product(p16, b_do0, b_do1, dv, dv_1, D1, WARPS)
+                    dropped = (p_keys + g * (seq_q + seq_k), o_j < seq_k, threshold)
+                ds16, dv, dv_1 = _whole_tile(
+                    (a_k0, b_k1, a_v0, b_v1), (b_q0, b_q1, b_do0, b_do1), stats_s, STATS * s, b_ds,
+                    q_full.index(s), t // QS & 1, do_full.index(o), t // OS & 1, dv, dv_1, (of_lse, of_delta),
+                    j, m * M, masked, scale_log2, dropped,
+                    SL, D1, WARPS, CAUSAL, DROPOUT, FUSED,
+                )  # fmt: skip
             if FUSED:
                 barrier()
             if HELD:
@@ -626,24 +694,7 @@ def _consumer(
             dk = warpgroup_mma_init(dk)
             t += 1
 
-    if D1:
-        b_dk, b_dv, b_dk1, b_dv1 = warpgroup_mma_wait(0, deps=(dk, dv, dk_1, dv_1))
-    else:
-        b_dk, b_dv = warpgroup_mma_wait(0, deps=(dk, dv))
-    barrier()
-    b_v0.store((b_dv * keep_scale).to(dtype))
-    b_k0.store((b_dk * (scale * keep_scale)).to(dtype))
-    if D1:
-        b_v1.store((b_dv1 * keep_scale).to(dtype))
-        b_k1.store((b_dk1 * (scale * keep_scale)).to(dtype))
-    fence_async_shared()
-    barrier()
-    tma.async_copy_shared_to_global(dv0, [batch, j, kv_head, 0], v0_s)
-    tma.async_copy_shared_to_global(dk0, [batch, j, kv_head, 0], k0_s)
-    if D1:
-        tma.async_copy_shared_to_global(dv1, [batch, j, kv_head, 64], v1_s)
-        tma.async_copy_shared_to_global(dk1, [batch, j, kv_head, 64], k1_s)
-    tma.store_wait(0)
+    _write(outputs, (k0_s, k1_s, v0_s, v1_s), dk, dk_1, dv, dv_1, scale, keep_scale, batch, j, kv_head, D1)
 
 
 @gluon.jit
