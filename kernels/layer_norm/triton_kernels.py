@@ -5,6 +5,8 @@ programs' sums are added in a fixed order afterwards. So that few of them keep H
 the one at hand, where shared memory holds these. Forward, short rows have a program for each tile.
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -98,7 +100,7 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor
     if columns > WIDEST or x.dtype == torch.float64:
         return definition.forward(x, weight, bias, eps)
     m, n, warps, ahead = forward_tile(columns, x.dtype)
-    programs = triton.cdiv(rows, m) if columns <= SHORT else min(triton.cdiv(rows, m), FORWARD_PROGRAMS)
+    programs = -(-rows // m) if columns <= SHORT else min(-(-rows // m), FORWARD_PROGRAMS)
     out = torch.empty_like(x)
     mean, rstd = (torch.empty((rows, 1), device=x.device) for _ in range(2))
     tensors, key = (x, weight, bias, out, mean, rstd), (x.dtype, weight.dtype, bias.dtype, x.device)
@@ -116,7 +118,7 @@ def backward(
     if columns > WIDEST or x.dtype == torch.float64:
         return definition.backward(dout, dstream, x, weight, mean, rstd, with_sum)
     m, n, warps = tile(columns)
-    programs = min(triton.cdiv(rows, m), PROGRAMS)
+    programs = min(-(-rows // m), PROGRAMS)
     dx, sums = torch.empty_like(x), torch.empty((programs, 3 if with_sum else 2, columns), device=x.device)
     tensors = dout, dstream, x, weight, mean, rstd, dx, sums
     key = x.dtype, weight.dtype, x.device
@@ -126,6 +128,7 @@ def backward(
     return dx, sums.sum(0)
 
 
+@cache
 def tile(columns: int) -> tuple[int, int, int]:
     """M and N of layer_norm_gradient_kernel, and its warps."""
     n = triton.next_power_of_2(columns)
@@ -133,6 +136,7 @@ def tile(columns: int) -> tuple[int, int, int]:
     return m, n, max(m * n // (32 * PER_THREAD), 1)
 
 
+@cache
 def forward_tile(columns: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
     """M and N of layer_norm_kernel, its warps and STAGES."""
     n = triton.next_power_of_2(columns)
