@@ -349,17 +349,6 @@ def _add_product(x, y0, y1, z0, z1, D1: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def _settle(PENDING: gl.constexpr, z0, z1, D1: gl.constexpr):
-    """The two parts of dK or dV once all products but the last PENDING are done, for _add_product to add to."""
-    if D1:
-        z0, z1 = warpgroup_mma_wait(PENDING, deps=(z0, z1))
-        z1 = warpgroup_mma_init(z1)
-    else:
-        z0 = warpgroup_mma_wait(PENDING, deps=(z0,))
-    return warpgroup_mma_init(z0), z1
-
-
-@gluon.jit
 def _ones(first: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
     """[ROWS, 16] in bf16, one in the three columns from a first one on: times _parts, transposed, it is a statistic."""
     o_c = gl.arange(0, 16, layout=gl.SliceLayout(0, LAYOUT))[None, :]
@@ -634,7 +623,8 @@ def _consumer(
             b_q1, b_do1 = b_q0, b_do0
             if D1:
                 b_q1, b_do1 = q1_s.index(s).reshape([M, D1]), do1_s.index(o).reshape([M, D1])
-            if FUSED and _each(WARPS) and ds_s.shape[0] == 1:  # until all are done with dO, and so with dS, of before
+            if FUSED and _each(WARPS) and ds_s.shape[0] == 1:
+                # Until both warpgroups have given back dO of the tile before, and so are done with its dS too.
                 mbarrier.wait(do_empty.index((t + OS - 1) % OS), (t + 2 * OS - 1) // OS & 1)
             if IN_HALVES:
                 b_lse, b_delta = stats_s.index(STATS * s), stats_s.index(STATS * s)  # one tile of both IN_PRODUCTS
