@@ -26,6 +26,7 @@ from trainer.checkpoint import CheckpointError, Checkpoints, State
 from trainer.distributed import ALONE, World, join, started
 from trainer.evaluation import perplexity, score
 from trainer.folders import claimed, refuse_another_jobs
+from trainer.graphs import MicroStepGraphs, are_graphs_wanted, check_graphs
 from trainer.loading import load_model
 from trainer.loggers import Loggers, WandbConfig, finite, start_loggers
 from trainer.memory import out_of_memory
@@ -68,6 +69,7 @@ def train(config: Config, world: World = ALONE) -> None:
     """One run: from its configuration to metrics, checkpoints and a sample of what was learnt."""
     compute, folder = choose_compute(config.device, config.precision, world), world.from_first(output_dir())
     config.train.share(world.size)  # refused here, if it is to be
+    check_graphs(config.train, compute)
     tokens = world.first_ahead(lambda: open_tokens(config.data))
     where = Path(config.checkpoint.dir or folder / "checkpoints")
     if is_sweep() and config.checkpoint.resume == "auto":
@@ -164,20 +166,23 @@ def loop(run: Run) -> Path:
     model = data_parallel(compile_model(state.model, settings, compute), compute.world)
     meter = build_meter(state.model, tokens_per_step, compute, config.attention)
     window: list[Tensor] = []  # loss and gradient norm of every step since the last row, still on the device
-    path, saved_step, compiling = None, None, True
+    path, saved_step, compiling, graphs = None, None, True, None
     unlogged: dict[str, float] = {}  # metrics of the newest step, where it is judged and in no row
     is_cut_short = state.evaluated < state.step and is_due(state.step, settings.eval_interval, settings.max_steps)
     if is_cut_short and (metrics := validate(run, model)):
         log.log(state.step, state.tokens, metrics)
     while state.step < settings.max_steps and not compute.world.is_stopped(run.stop):
         began = time.perf_counter()
-        result, data_wait = train_step(model, state, config, compute)
+        result, data_wait = train_step(model, state, config, compute, graphs)
         window.append(result)
         state.step += 1
         if compiling:
             meter.start()
+            with meter.excluded():
+                graphs = capture(model, state, config, compute)
             compiled = ", compilation included" if is_compiled(settings, compute) else ""
-            log.message(f"first step in {time.perf_counter() - began:.1f} s{compiled}")
+            followed = "; the next ones are CUDA graphs" if graphs else ""
+            log.message(f"first step in {time.perf_counter() - began:.1f} s{compiled}{followed}")
             compiling = False
         else:
             meter.step(data_wait)
@@ -285,12 +290,15 @@ def is_due(step: int, interval: int, max_steps: int) -> bool:
     return step % interval == 0 or step == max_steps
 
 
-def train_step(model: nn.Module, state: TrainState, config: Config, compute: Compute) -> tuple[Tensor, float]:
+def train_step(
+    model: nn.Module, state: TrainState, config: Config, compute: Compute, graphs: MicroStepGraphs | None = None
+) -> tuple[Tensor, float]:
     """One optimizer step. The mean loss and the gradient norm, (2,) on the device, and the seconds spent on data.
 
     The loss is of this process's share of the global batch, the gradient of the whole.
     """
     _, micro_steps = config.train.share(compute.world.size)
+    run = graphs or partial(micro_step, model, state, config, compute)
     loss_sum = torch.zeros((), device=compute.device)
     if not state.model.training:  # asked first, since it goes over all modules: 1 ms of the host
         model.train()
@@ -298,15 +306,36 @@ def train_step(model: nn.Module, state: TrainState, config: Config, compute: Com
     batches = state.loader.next_batches(micro_steps, compute.world.agreed)
     data_wait = time.perf_counter() - asked
     for i, (inputs, targets) in enumerate(batches):
-        options = document_options(inputs, end_of_text(config.data.tokenizer), config.data.document_mask)
         synchronise_gradients(model, wanted=i == micro_steps - 1)
-        with compute.autocast():
-            loss = model(inputs, targets, **options)
-        state.scaler.scale(loss / micro_steps).backward()
-        loss_sum += loss.detach()
+        loss_sum += run(inputs, targets)
     lr = learning_rate(state.step, config.optimizer, config.train.max_steps)
     norm = optimizer_step(state.optimizer, state.scaler, lr, config.optimizer.grad_clip)
     return torch.stack((loss_sum / micro_steps, norm)), data_wait
+
+
+def micro_step(
+    model: nn.Module, state: TrainState, config: Config, compute: Compute, inputs: Tensor, targets: Tensor
+) -> Tensor:
+    """The loss of a micro-batch, whose part of the step's gradient is added to the others'."""
+    _, micro_steps = config.train.share(compute.world.size)
+    options = document_options(inputs, end_of_text(config.data.tokenizer), config.data.document_mask)
+    with compute.autocast():
+        loss = model(inputs, targets, **options)
+    state.scaler.scale(loss / micro_steps).backward()
+    return loss.detach()
+
+
+def capture(model: nn.Module, state: TrainState, config: Config, compute: Compute) -> MicroStepGraphs | None:
+    """The micro-steps of the steps to come as CUDA graphs, if they are to be; after a step, which tells what it takes.
+
+    Raises:
+        UserError: they cannot be.
+    """
+    if not are_graphs_wanted(config.train, compute):
+        return None
+    shape = config.train.batch_size, state.model.config.context_length
+    captured = partial(micro_step, model, state, config, compute)
+    return MicroStepGraphs(captured, state.model, shape, accumulates=config.train.micro_steps > 1)
 
 
 @torch.no_grad()

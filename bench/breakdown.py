@@ -52,7 +52,8 @@ def summarise(kernels: list[tuple[str, float, float]], steps: int) -> dict[str, 
 
 def breakdown(step: Callable[[], object]) -> dict[str, float]:
     """summarise() of a few steps of a warm trainer."""
-    step()
+    for _ in range(2):  # the first as it is, and one that may capture the next
+        step()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(STEPS):

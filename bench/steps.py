@@ -111,6 +111,7 @@ def alternate(cell: Cell, contenders: list[Contender], rounds: int, gpu: Gpu, un
             if contender.row["status"] == "ok":
                 step = partial(contender.job.step, contender.row["batch_size"])
                 with recorded([contender.row], gpu), contender.job.alone():
+                    step()  # as the first of a run, which captures none of its kernels
                     contender.samples.append(gpu.milliseconds(step, contender.steps, spin_ms=0))
                 gpu.release()
     for contender in timed:

@@ -26,6 +26,7 @@ from errors import UserError, described
 from model.attention import AttentionConfig, build_attention
 from model.gpt2 import GPT2, ModelConfig
 from trainer.distributed import ALONE, World
+from trainer.graphs import MicroStepGraphs
 from trainer.optimizer import OptimizerConfig, build_optimizer
 from trainer.parallel import data_parallel, shard
 from trainer.parts import compile_model
@@ -85,10 +86,13 @@ class Job:
     step: Callable[[int], object]
     state: TrainState | None = None
     """Of ours, what its checkpoints hold."""
+    graphs: dict[int, MicroStepGraphs | None] = field(default_factory=dict)
+    """Of ours, its steps of a micro-batch that has had its first: as graphs, or None if not captured."""
     parked: list[tuple[torch.UntypedStorage, int]] = field(default_factory=list)
 
     def park(self) -> None:
-        """Gives the memory of weights and moments back, so that another job has the GPU to itself."""
+        """Gives the memory of weights, moments and graphs back, so that another job has the GPU to itself."""
+        self.graphs.clear()
         self.optimizer.zero_grad(set_to_none=True)
         moments = [x for state in self.optimizer.state.values() for x in state.values() if x.ndim]
         for tensor in (*self.model.parameters(), *self.model.buffers(), *moments):
@@ -162,7 +166,6 @@ def ours(
         model=cell.shape(),
         data=DataConfig(name="tokens", dir="", tokenizer="gpt2"),
         train=TrainConfig(
-            batch_size=world.size,  # one micro-step for each process
             activation_checkpointing=cell.activation_checkpointing,
             compile=trainer.compiled,
             max_steps=max_steps,
@@ -177,12 +180,19 @@ def ours(
     called = data_parallel(compile_model(model, config.train, compute), world)
 
     def step(batch: int) -> tuple[Tensor, float]:
-        synthetic.batch = batch
-        result = train.train_step(called, state, config, compute)
+        synthetic.batch, config.train.batch_size = batch, batch * world.size  # one micro-step for each process
+        graphs = job.graphs.get(batch)
+        if batch in job.graphs and not graphs:  # in the second step, for its peak of memory to have them
+            graphs = train.capture(called, state, config, compute)
+        elif batch not in job.graphs:
+            job.graphs.clear()
+        result = train.train_step(called, state, config, compute, graphs)
+        job.graphs[batch] = graphs
         state.step += 1
         return result
 
-    return Job(model, optimizer, step, state)
+    job = Job(model, optimizer, step, state)
+    return job
 
 
 def _peer(model: nn.Module, loss_of: Callable, cell: Cell, trainer: Trainer, device: str) -> Job:

@@ -105,7 +105,7 @@ def test_contenders_are_timed_in_turn_each_alone(cell):
     contenders = [steps.Contender(tried(cell), job, 3) for job in jobs]
     steps.alternate(cell, contenders, rounds=3, gpu=Stopwatch([1.0, 10.0, 3.0, 30.0, 2.0, 90.0]))
     assert [contender.row["ms"] for contender in contenders] == [2, 30]
-    assert jobs[0].log == jobs[1].log == ["resume", 2, "park"] * 3
+    assert jobs[0].log == jobs[1].log == ["resume", 2, 2, "park"] * 3
 
 
 def test_no_second_round_is_begun_when_time_is_over(cell):
