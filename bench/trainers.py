@@ -133,10 +133,11 @@ class Job:
 
 @cache
 def tokens(batch: int, context_length: int, device: str) -> tuple[Tensor, Tensor]:
-    """Random inputs and targets, the same for all."""
+    """Random inputs and targets, the same for all, laid out as a loader's: of one sequence, slices would not be."""
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(VOCABULARY, (batch, context_length + 1), generator=generator).to(device)
-    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    ids = torch.randint(VOCABULARY, (batch, context_length + 1), generator=generator)
+    inputs, targets = torch.stack((ids[:, :-1], ids[:, 1:])).to(device)
+    return inputs, targets
 
 
 class Tokens:

@@ -5,6 +5,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -13,6 +14,7 @@ from bench import floor, results_file, steps, trainers, training
 from bench.breakdown import class_of, covered, summarise
 from bench.timing import Cpu
 from bench.trainers import Cell, Trainer
+from data.loader import TrainLoader
 from errors import UserError
 from kernels.flash2 import flash2
 from model.gpt2 import GPT2, ModelConfig
@@ -41,6 +43,17 @@ def test_a_step_changes_every_weight_and_a_parked_trainer_holds_none(name, cell)
     assert all(p.eq(1).all() for n, p in job.model.named_parameters() if "ln_" in n and n.endswith("weight"))
     job.step(1)
     assert all(p.isfinite().all() for p in job.model.parameters())
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_tokens_are_laid_out_as_a_loader_lays_them_out(batch):
+    """A compiled model is compiled anew for other strides, which no capture of its kernels outlives."""
+    shape = {"batch_size": batch, "context_length": 16, "vocab_size": 50257, "device": torch.device("cpu")}
+    with TrainLoader(np.zeros(99, np.uint16), seed=0, name="train.bin", **shape) as loader:
+        ((theirs, _),) = loader.next_batches(1, lambda act: act())
+    inputs, targets = trainers.tokens(batch, 16, "cpu")
+    assert inputs.shape == theirs.shape and inputs.stride() == targets.stride() == theirs.stride()
+    assert torch.equal(inputs[:, 1:], targets[:, :-1]) and targets.data_ptr() % 16 == 0
 
 
 class Job:
