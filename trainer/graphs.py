@@ -83,7 +83,7 @@ class MicroStepGraphs:
         """A graph of a micro-step, and where it leaves the loss."""
         graph, device = torch.cuda.CUDAGraph(), self.inputs.device
         stream, random_state = torch.cuda.current_stream(device), torch.cuda.get_rng_state(device)
-        gc.collect()  # kernels that nobody holds any more are unloaded, which ends a capture
+        gc.collect()  # what compiling leaves in cycles may hold memory that the graph is to have
         try:
             # Other threads, which load batches and write checkpoints, use the device meanwhile.
             with torch.cuda.graph(graph, self.pool, capture_error_mode="thread_local"):
