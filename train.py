@@ -178,8 +178,9 @@ def loop(run: Run) -> Path:
         state.step += 1
         if compiling:
             meter.start()
-            with meter.excluded():
-                graphs = capture(model, state, config, compute)
+            if state.step < settings.max_steps:
+                with meter.excluded():
+                    graphs = capture(model, state, config, compute)
             compiled = ", compilation included" if is_compiled(settings, compute) else ""
             followed = "; the next ones are CUDA graphs" if graphs else ""
             log.message(f"first step in {time.perf_counter() - began:.1f} s{compiled}{followed}")

@@ -86,13 +86,16 @@ class Job:
     step: Callable[[int], object]
     state: TrainState | None = None
     """Of ours, what its checkpoints hold."""
-    graphs: dict[int, MicroStepGraphs | None] = field(default_factory=dict)
-    """Of ours, its steps of a micro-batch that has had its first: as graphs, or None if not captured."""
+    batch: int | None = None
+    """Of ours, the micro-batch of the last step, and how many steps of it there were on end."""
+    steps: int = 0
+    graphs: MicroStepGraphs | None = None
+    """Of ours, those steps from the second on, where they are captured."""
     parked: list[tuple[torch.UntypedStorage, int]] = field(default_factory=list)
 
     def park(self) -> None:
         """Gives the memory of weights, moments and graphs back, so that another job has the GPU to itself."""
-        self.graphs.clear()
+        self.batch, self.graphs = None, None
         self.optimizer.zero_grad(set_to_none=True)
         moments = [x for state in self.optimizer.state.values() for x in state.values() if x.ndim]
         for tensor in (*self.model.parameters(), *self.model.buffers(), *moments):
@@ -182,13 +185,12 @@ def ours(
 
     def step(batch: int) -> tuple[Tensor, float]:
         synthetic.batch, config.train.batch_size = batch, batch * world.size  # one micro-step for each process
-        graphs = job.graphs.get(batch)
-        if batch in job.graphs and not graphs:  # in the second step, for its peak of memory to have them
-            graphs = train.capture(called, state, config, compute)
-        elif batch not in job.graphs:
-            job.graphs.clear()
-        result = train.train_step(called, state, config, compute, graphs)
-        job.graphs[batch] = graphs
+        if batch != job.batch:
+            job.batch, job.steps, job.graphs = batch, 0, None
+        if job.steps == 1:  # not before, so that the second step's peak of memory has them
+            job.graphs = train.capture(called, state, config, compute)
+        result = train.train_step(called, state, config, compute, job.graphs)
+        job.steps += 1
         state.step += 1
         return result
 

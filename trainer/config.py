@@ -35,8 +35,8 @@ class TrainConfig:
     """torch.compile the model; null is true on a GPU, false on a CPU, where compiling outlasts a short run."""
     cuda_graphs: bool | None = None
     """Micro-steps as CUDA graphs, which the host queues at once instead of kernel by kernel: faster where micro-batches
-    are small. null is true for a compiled model in one process, without full activation checkpointing, on a GPU of
-    whose memory a step takes at most half, since what graphs need of it is theirs alone."""
+    are small. null is true for a compiled model in one process, without full activation checkpointing, on a GPU that
+    has as much memory free as a step takes, since what graphs need of it is theirs alone."""
     activation_checkpointing: str = "none"
     """What the backward pass recomputes instead of finding it in memory: none; selective, GELU's output, which saves a
     quarter of the activations for about a percent of the time; full, whole blocks but their attention: several times

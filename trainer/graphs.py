@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from errors import UserError, first_line
+from errors import UserError, first_line, is_of_gpu_memory
 from trainer.config import TrainConfig
 from trainer.parts import is_compiled
 from trainer.precision import Compute
@@ -26,8 +26,8 @@ def check_graphs(settings: TrainConfig, compute: Compute) -> None:
         raise UserError("train.cuda_graphs=true needs a GPU; leave it out, or set device=cuda where there is one")
     if settings.cuda_graphs and compute.world.parallel != "none":
         raise UserError(
-            f"train.cuda_graphs=true does not go with parallel={compute.world.parallel}; leave it out, or train in one "
-            "process"
+            f"train.cuda_graphs=true does not go with parallel={compute.world.parallel}; leave it out, or start one "
+            "process, without torchrun"
         )
 
 
@@ -35,16 +35,16 @@ def are_graphs_wanted(settings: TrainConfig, compute: Compute) -> bool:
     """Whether micro-steps are to be graphs, by train.cuda_graphs or, where that says nothing, by what it tells of null;
     asked once a step has run, which has taken the memory that it needs.
 
-    Beyond half of the GPU's memory micro-batches are so large that graphs would gain nothing, and an evaluation might
-    lack what they keep. Full activation checkpointing, which is for such, and a model that is not compiled may draw
-    and look at random numbers in ways that no graph can hold.
+    As much again has to be free: graphs keep what they need, which an evaluation might lack, and would gain nothing
+    where micro-batches are so large. Full activation checkpointing, which is for such, and a model that is not compiled
+    may draw and look at random numbers in ways that no graph can hold.
     """
     device = compute.device
     if settings.cuda_graphs is not None:
         return settings.cuda_graphs
     if compute.world.parallel != "none" or not is_compiled(settings, compute) or device.type != "cuda":
         return False
-    has_room = 2 * torch.cuda.memory_reserved(device) <= torch.cuda.get_device_properties(device).total_memory
+    has_room = torch.cuda.memory_reserved(device) <= torch.cuda.mem_get_info(device)[0]
     return has_room and settings.activation_checkpointing != "full"
 
 
@@ -85,22 +85,27 @@ class MicroStepGraphs:
         stream, random_state = torch.cuda.current_stream(device), torch.cuda.get_rng_state(device)
         gc.collect()  # what compiling leaves in cycles may hold memory that the graph is to have
         try:
-            # Other threads, which load batches and write checkpoints, use the device meanwhile.
+            # The loader's thread pins memory meanwhile, which by default would end the capture.
             with torch.cuda.graph(graph, self.pool, capture_error_mode="thread_local"):
                 loss = micro_step(self.inputs, self.targets)
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
+            cause = error.__context__ or error  # which ends the capture; that it has failed is then an error too
             # Both of which torch leaves in the capture, where the next job of a sweep would find them.
             torch.cuda.set_stream(stream)
             torch.cuda.default_generators[device.index].graphsafe_set_state(torch.Generator(device))
             torch.cuda.set_rng_state(random_state, device)
-            told = f"a step cannot be captured as a CUDA graph ({first_line(error.__context__ or error)})"
+            for each in (error, cause):
+                if is_of_gpu_memory(each):
+                    raise each from None
+            told = f"a step cannot be captured as a CUDA graph ({first_line(cause)})"
             raise UserError(f"{told}; set train.cuda_graphs=false") from error
         return graph, loss
 
     def __call__(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The loss (a scalar, which the next call overwrites) of inputs and targets of the captured shape."""
+        """The loss (a scalar, which the next call overwrites) of inputs and targets of the captured shape.
+
+        A step's first is told by gradients that are None, as optimizer_step leaves them.
+        """
         self.inputs.copy_(inputs)
         self.targets.copy_(targets)
         is_first = self.parameters[0].grad is None

@@ -45,6 +45,26 @@ def test_a_step_changes_every_weight_and_a_parked_trainer_holds_none(name, cell)
     assert all(p.isfinite().all() for p in job.model.parameters())
 
 
+def test_the_second_step_of_a_micro_batch_captures_those_that_follow(cell, monkeypatch):
+    captured, replayed = [], []
+
+    def capture(model, state, config, compute):
+        captured.append(config.train.batch_size)
+        return lambda inputs, targets: replayed.append(len(inputs)) or torch.zeros(())
+
+    monkeypatch.setattr(trainers.train, "capture", capture)
+    monkeypatch.setattr(trainers.train, "optimizer_step", lambda *_: torch.zeros(()))
+    job = trainers.ours(cell, EAGER["ours"], "cpu")
+    for batch in (2, 2, 2, 4, 4):
+        job.step(batch)
+    assert (captured, replayed) == ([2, 4], [2, 2, 4])
+    job.park()
+    job.resume()
+    job.step(4)
+    job.step(4)
+    assert (captured, replayed) == ([2, 4, 4], [2, 2, 4, 4])
+
+
 @pytest.mark.parametrize("batch", [1, 3])
 def test_tokens_are_laid_out_as_a_loader_lays_them_out(batch):
     """A compiled model is compiled anew for other strides, which no capture of its kernels outlives."""
