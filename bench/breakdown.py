@@ -52,7 +52,7 @@ def summarise(kernels: list[tuple[str, float, float]], steps: int) -> dict[str, 
 
 def breakdown(step: Callable[[], object]) -> dict[str, float]:
     """summarise() of a few steps of a warm trainer."""
-    for _ in range(2):  # the first as it is, and one that may capture the next
+    for _ in range(2):  # the first is queued as it is, the second may capture what is profiled
         step()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
