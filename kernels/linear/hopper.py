@@ -32,23 +32,24 @@ from kernels.warpgroups import barrier, signature_of
 
 @gluon.jit
 def _sum_of(results, bias, residual, out, rows, columns):
-    """Writes C + bias + residual, CHUNK rows of a tile at a time. The residual is read two chunks ahead."""
+    """Writes C + bias + residual, CHUNK rows of a tile at a time; see definition.py. The residual is read two chunks
+    ahead."""
     c_slots, c_full, c_empty = results
     o_m, o_n, offsets = chunk_places(columns)
     step = CHUNK * columns
     for n in range(count_tiles(rows, columns)):
         i, j = tile_at(n, rows, columns)
         first, left = i.to(gl.int64) * columns + j, rows - i
-        b_bias = gl.load(bias + j + o_n).to(gl.float32)[None, :]
+        b_bias = gl.load(bias + j + o_n).to(c_slots.dtype)[None, :]
         if residual is not None:
             soon = gl.load(residual + first + offsets, mask=(o_m < left)[:, None], other=0.0)
             later = gl.load(residual + (first + step) + offsets, mask=(o_m < left - CHUNK)[:, None], other=0.0)
         for C in gl.static_range(2):
             mbarrier.wait(c_full.index(C), n & 1)
             for chunk in gl.static_range(CHUNKS):
-                total = c_slots.index(C).slice(chunk * CHUNK, CHUNK).load(LAYOUT).to(gl.float32) + b_bias
+                total = c_slots.index(C).slice(chunk * CHUNK, CHUNK).load(LAYOUT) + b_bias
                 if residual is not None:
-                    total += soon.to(gl.float32)
+                    total += soon
                     soon = later
                     if C * CHUNKS + chunk + 2 < 2 * CHUNKS:
                         mask = (o_m < left - 2 * CHUNK)[:, None]
@@ -56,14 +57,14 @@ def _sum_of(results, bias, residual, out, rows, columns):
                 if chunk == CHUNKS - 1:
                     barrier()  # all warps have read
                     mbarrier.arrive(c_empty.index(C))
-                gl.store(out + first + offsets, total.to(c_slots.dtype), mask=(o_m < left)[:, None])
+                gl.store(out + first + offsets, total, mask=(o_m < left)[:, None])
                 first += step
                 left -= CHUNK
 
 
 @gluon.jit(do_not_specialize=["rows"])
 def linear_sum_kernel(a, b, bias, residual, out, rows, columns, depth, REGISTERS: gl.constexpr):
-    """out = A B + bias + residual, or without a residual that is None.
+    """out = A B + bias + residual, or without a residual that is None; each sum is rounded.
 
     a reads [M, K] of A, b [N, K] of B^T; bias (columns,); residual and out are (rows, columns), contiguous, columns a
     multiple of N. Grid: any number of programs up to that of the tiles.

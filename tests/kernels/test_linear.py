@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import library
 
 from kernels import products
-from kernels.linear import definition, launch, linear, weight_gradient
+from kernels.linear import launch, linear, weight_gradient
 from tests.kernels.accuracy import is_rounded
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -15,6 +15,7 @@ DTYPES = [(FP32, FP32), (BF16, FP32), (FP16, FP32), (BF16, BF16), (FP32, BF16)] 
 
 
 ADDED = "bias", "bias and residual"
+ROUNDINGS = 1.6  # of product, bias and two sums, in units of the last sum's
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -34,8 +35,7 @@ def test_gradients_are_fp64s_rounded_once_to_the_dtype_of_what_they_are_of(dtype
     dout = torch.randn(24, 3, 50, device=DEVICE).to(out.dtype).permute(1, 2, 0)
     exact = [t.detach().to(dtype).double().requires_grad_() for t in inputs]
     wanted = F.linear(*exact[:3]) + sum(exact[3:])
-    roundings = 2 if "residual" in added else 1.5  # of the product and the sum, or with cuBLAS of what is added too
-    assert out.dtype == dtype and is_rounded(out, wanted, roundings)
+    assert out.dtype == dtype and is_rounded(out, wanted, ROUNDINGS)
     with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
         found = torch.autograd.grad(out, inputs, dout)
     for gradient, of, reference in zip(found, inputs, torch.autograd.grad(wanted, exact, dout.double()), strict=True):
@@ -66,7 +66,7 @@ LARGE_SHAPES = [(128, 256, 64), (1, 256, 8), (33, 512, 200), (40000, 256, 64), (
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("shape", LARGE_SHAPES, ids=str)
 def test_hoppers_products_are_the_definitions(dtype, shape):
-    """Rounded where it rounds. What they write is poisoned first."""
+    """But for the product's own rounding. What they write is poisoned first."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("of Hopper alone")
     from kernels.linear import hopper
@@ -80,9 +80,8 @@ def test_hoppers_products_are_the_definitions(dtype, shape):
         poison = torch.full_like(residual, float("nan"))
         del poison  # the allocator gives its memory to the result
         found = hopper.forward(x, weight, bias, added)
-        product = (x.double() @ weight.double().T).to(dtype).double()
-        assert found.dtype == dtype
-        assert is_rounded(found, product + bias.double() + (0 if added is None else added.double()), 1.5)
+        exact = F.linear(x.double(), weight.double(), bias.double()) + (0 if added is None else added.double())
+        assert found.dtype == dtype and is_rounded(found, exact, ROUNDINGS)
 
 
 @pytest.mark.gpu
@@ -100,19 +99,25 @@ def test_what_is_large_enough_is_fused_and_what_hopper_cannot_read_is_not(monkey
         found = launch.forward(rows, weight, bias, added)
         assert len(ran) == min(number + 1, 2)
         exact = rows.double() @ weight.double().T + bias.double()
-        assert is_rounded(found, exact + (0 if added is None else added.double()), 2)
+        assert is_rounded(found, exact + (0 if added is None else added.double()), ROUNDINGS)
 
 
-def test_cublas_adds_what_hopper_does(monkeypatch):
-    """The path of other GPUs, here on any device."""
-    monkeypatch.setattr(products, "fuses_whole_tiles", lambda *of: False)
+@pytest.mark.parametrize("is_fused", [True, False])
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_a_bias_too_small_to_be_seen_does_not_decide_how_sums_are_rounded(dtype, is_fused, monkeypatch):
+    """Such are a model's after its first steps. By breaking ties they moved the stream of GPT-2 by half a percent
+    of itself, and its second loss by 0.008 nats."""
+    if not is_fused:
+        monkeypatch.setattr(products, "fuses_whole_tiles", lambda *of: False)
     torch.manual_seed(0)
-    x, weight, residual = (torch.randn(shape, device=DEVICE) for shape in ((7, 5), (3, 5), (7, 3)))
-    bias = torch.randn(3, device=DEVICE, dtype=torch.float64)
-    for added in (None, residual):
-        before = None if added is None else added.clone()
-        torch.testing.assert_close(launch.forward(x, weight, bias, added), definition.forward(x, weight, bias, added))
-        assert added is None or torch.equal(added, before), "the stream is not written to"
+    x, weight, residual = torch.randn(8000, 64), 0.01 * torch.randn(768, 64), torch.randn(8000, 768)
+    x, weight, residual = (t.to(DEVICE, dtype) for t in (x, weight, residual))
+    bias = torch.full((768,), 1e-6, device=DEVICE)
+    before = residual.clone()
+    for sign in (1, -1):
+        error = linear(x, weight, sign * bias, residual).double() - (F.linear(x.double(), weight.double()) + residual)
+        assert abs(error.mean()) < 4e-6
+    assert torch.equal(residual, before), "the stream is not written to"
 
 
 def test_the_operators_are_well_formed():
