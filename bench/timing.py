@@ -103,7 +103,7 @@ class Cpu(Gpu):
         return self.milliseconds(call, 1, 0)
 
     def allocated(self) -> int:
-        """None: `peak` counts from where its call begins."""
+        """Nothing: `peak` counts from where its call begins."""
         return 0
 
     def peak(self, call: Callable[[], object]) -> int:

@@ -23,7 +23,7 @@ from kernels.checks import check_documents
 from kernels.flash1 import flash1
 from kernels.flash2 import flash2, flash2_packed
 from kernels.flash2.blocks import BLOCK, Listed, butterfly, listed
-from kernels.fused_softmax import fused_softmax
+from kernels.fused_softmax import LONGEST_ROW, fused_softmax
 from kernels.linear import linear
 from kernels.standard import same_document, standard_attention, visible
 
@@ -305,10 +305,15 @@ def check_attention(
     """Runs the variant forward and backward once on a few tokens, so that what it cannot do shows before training.
 
     Raises:
-        UserError: it cannot run with this head size, dtype, dropout and device, or with documents.
+        UserError: it cannot run with this head size, dtype, dropout and device, with documents, or at this length.
     """
     if config.pattern is not None:
         read_pattern(config.pattern, context_length)
+    if config.name == "fused_softmax" and context_length > LONGEST_ROW:
+        raise UserError(
+            f"attention=fused_softmax holds a row of scores on chip, {LONGEST_ROW} keys at most, and the context has "
+            f"{context_length}; choose attention=flash2, or a shorter one"
+        )
     q, k, v = torch.randn(3, 1, 64, 2, head_dim, device=device, dtype=dtype).requires_grad_().unbind()
     cuts = {"cu_seqlens": torch.tensor([0, 9, 64], dtype=torch.int32, device=device)} if documents else {}
     try:

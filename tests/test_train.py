@@ -4,6 +4,7 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 import time
 from contextlib import nullcontext
@@ -365,6 +366,17 @@ def test_pretrained_weights_are_where_training_starts(workplace, trained, export
     train("run", f"model.pretrained={exported}", "optimizer.lr=0", "optimizer.min_lr=0", "train.max_steps=1").ok()
     before, after = ([row["val/loss"] for row in rows(folder) if "val/loss" in row][-1] for folder in (trained, "run"))
     assert after == pytest.approx(before, rel=1e-5)
+
+
+def test_a_resumed_run_does_without_what_it_once_started_from(workplace, exported):
+    shutil.copytree(exported, "start")
+    first = ("model.pretrained=start", "checkpoint.dir=kept", "train.max_steps=2")
+    train("run", *first).ok()
+    shutil.rmtree("start")
+    train("more", *first[:2], "train.max_steps=3", "checkpoint.resume=auto").ok()
+    assert [row["step"] for row in rows("more")] == [3]
+    refused = train("none", "model.pretrained=start")
+    assert refused.code == 2 and "model.pretrained=start is no folder" in refused.err
 
 
 def test_prepared_text_trains(workplace):

@@ -57,7 +57,7 @@ class Watch:
         usual = median(self._norms) if len(self._norms) >= NEEDED else math.inf
         self._norms.append(norm)
         del self._norms[:-REMEMBERED]
-        is_spike = self.spike_factor is not None and norm > self.spike_factor * usual
+        is_spike = self.spike_factor is not None and norm > self.spike_factor * usual > 0
         return norm / usual if is_spike else None
 
     def record(

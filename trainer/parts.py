@@ -2,6 +2,7 @@
 
 import gc
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ from trainer.distributed import World, is_of_submitit, restarted
 from trainer.flops import model_flops_per_token, peak_flops
 from trainer.meters import ThroughputMeter
 from trainer.precision import Compute
-from trainer.state import check_resumable
+from trainer.state import SHAPE, check_resumable
 
 if TYPE_CHECKING:
     from conf.schema import Config  # which names the settings of this package
@@ -95,7 +96,10 @@ def open_checkpoints(
 def build_model(config: "Config", compute: Compute, tokens: TokenSet, resumed: State | None) -> GPT2:
     """The model on its device, with fresh weights or pretrained ones; a resumed run loads its own later."""
     shape, pretrained = config.model, None
-    if shape.pretrained is not None:
+    if shape.pretrained is not None and resumed:  # which has its weights, wherever those are that it once started from
+        with checkpoint.of_this_version(resumed):
+            shape = replace(shape, **{key: resumed["model_config"][key] for key in SHAPE if key != "context_length"})
+    elif shape.pretrained is not None:
         pretrained = find_pretrained(shape.pretrained)
         shape = read_config(pretrained, shape)
     if shape.vocab_size is None:
@@ -114,7 +118,7 @@ def build_model(config: "Config", compute: Compute, tokens: TokenSet, resumed: S
     check_attention(config.attention, device=compute.device, context_length=shape.context_length, **kind)
     torch.manual_seed(config.train.seed)
     model = GPT2(shape, build_attention(config.attention), config.train.activation_checkpointing)
-    if pretrained is not None and resumed is None:
+    if pretrained is not None:
         load_pretrained(model, pretrained)
     return model.to(compute.device)
 

@@ -86,7 +86,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, dloss):
         dhidden, dweight, count = ctx.saved_tensors
         share = dloss / count
-        return (dhidden * share).to(dhidden.dtype), dweight * share, None, None
+        # On a GPU a product by a number that lies there rounds that to 16 bits first, for all of the model alike.
+        wide = dhidden.to(torch.promote_types(dhidden.dtype, share.dtype))
+        return (wide * share).to(dhidden.dtype), dweight * share, None, None
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> Tensor:

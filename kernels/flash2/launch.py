@@ -231,7 +231,9 @@ def _backward_into(
     tiles: Chosen | None = None,
     sums: Tensor | None = None,
 ) -> bool:
-    """Three launches. dk and dv share their strides. Whether their kernels have written `sums`, if that is given."""
+    """Three launches, of the plain kernels with divided lists of blocks four. dk and dv share their strides. Whether
+    their kernels have written `sums`, if that is given.
+    """
     options = Options(*options)
     kind = q.device, q.dtype, q.shape[3], k.shape[1], options
     config, delta = _choose("backward", tiles, *kind, uses_tma(q, k, v, dout, dk, dv)), None

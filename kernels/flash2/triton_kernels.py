@@ -427,8 +427,9 @@ def key_gradient_kernel(
 ):
     """dK and dV of Algorithm 2: one program owns N keys of one key/value head and sums over the heads of its group.
 
-    dk and dv share their strides (B, seq_k, heads / groups, HEAD_DIM). BOUNDED says that seq_q is no multiple of M.
-    Grid: B * (heads / groups) * cdiv(seq_k, N) on axis 0; causal keys are longest at the start, as launched.
+    dk and dv share their strides (B, seq_k, heads / groups, HEAD_DIM). BOUNDED says that seq_q is no multiple of M or,
+    with BLOCKS, of a block. Grid: B * (heads / groups) * cdiv(seq_k, N) on axis 0; causal keys are longest at the
+    start, as launched.
 
     With BLOCKS, for each of the key_lists rows that blocks.listed has for keys there are BLOCK / N programs instead. Of
     a list in several rows, among the first `early` ones, what each gives goes to pieces, for add_pieces_kernel.

@@ -272,6 +272,9 @@ def test_a_variant_that_cannot_run_is_refused_before_training():
         check_attention(AttentionConfig("sdpa", "cudnn"), **options)
     with pytest.raises(UserError, match="head sizes from 16 to 256, not 512"):
         check_attention(AttentionConfig("flash2"), **{**options, "head_dim": 512})
+    check_attention(AttentionConfig("fused_softmax"), **{**options, "context_length": 16384})
+    with pytest.raises(UserError, match="16384 keys at most, and the context has 16385; choose attention=flash2"):
+        check_attention(AttentionConfig("fused_softmax"), **{**options, "context_length": 16385})
 
 
 def test_that_a_variant_finds_no_memory_is_no_reason_to_choose_another(monkeypatch):

@@ -66,6 +66,13 @@ def test_layers_and_their_gradients_are_fp64s_rounded(implementation, dtype, sha
     check(implementation, *shape, dtype)
 
 
+@pytest.mark.parametrize("implementation", [definition, launch], ids=["definition", "kernels"])
+def test_of_no_rows_there_is_no_gradient(implementation):
+    rows, weight, bias = torch.empty(0, 96, device=DEVICE), torch.randn(96, 96), torch.randn(96)
+    dpre, sums, recomputed = implementation.backward(rows, weight.to(DEVICE), bias.to(DEVICE), rows, False)
+    assert dpre.shape == recomputed.shape == (0, 96) and sums.eq(0).all()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize("shape", LARGE_SHAPES, ids=str)

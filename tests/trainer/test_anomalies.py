@@ -17,9 +17,13 @@ def test_a_spike_is_told_by_the_median_of_the_norms_before_it(watch):
     assert watch.spike(4.0) is None
     assert watch.spike(4.5) == 4.5
     assert watch.spike(math.inf) is None and watch.spike(math.nan) is None
-    assert [watch.spike(3.0) for _ in range(100)] == [None] * 100
+    assert [watch.spike(norm) for norm in [*[1.0] * 100, *[3.0] * 60]] == [None] * 160
     assert watch.spike(9.0) is None, "the usual has risen to 3"
     assert watch.spike(15.0) == 5.0
+
+
+def test_of_norms_that_are_zero_nothing_is_a_multiple(watch):
+    assert [watch.spike(norm) for norm in [*[0.0] * 30, 1.0]] == [None] * 31
 
 
 def test_without_a_factor_nothing_is_a_spike(tmp_path):

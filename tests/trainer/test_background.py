@@ -61,6 +61,7 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_do_not_change_it(monkeypa
     train("run", *BESIDE, "checkpoint.keep=9").ok()
     ours, theirs = (load(f"{folder}/step-00000005.pt") for folder in ("kept", "whole/checkpoints"))
     torch.testing.assert_close(ours["model"], theirs["model"], rtol=0, atol=0)
+    torch.testing.assert_close(ours["optimizer"], theirs["optimizer"], rtol=0, atol=0)
 
 
 def test_a_full_disk_is_told_when_the_next_is_saved_and_training_goes_on(monkeypatch):
@@ -114,10 +115,32 @@ def test_a_save_that_is_refused_leaves_the_one_beside_it_alone(tmp_path, monkeyp
         assert load(tmp_path / f"step-{step:08d}.pt")["model"]["weight"].eq(step).all()
 
 
-def state_of(step: int) -> dict:
-    """Of a run whose weights are all the step's number, and whose optimizer has no moments yet."""
-    names = ("weight", "bias")
-    weights = {"weight": torch.full((2, 2), float(step)), "bias": torch.full((2,), float(step))}
+def test_the_next_state_waits_until_the_one_before_is_written(tmp_path, monkeypatch):
+    before_writing(monkeypatch, "step-00000001.pt", lambda: time.sleep(0.3))
+    checkpoints = BackgroundCheckpoints(tmp_path, keep=9, writes=True, model=torch.nn.Linear(2, 2))
+    with checkpoints.saving(lambda text: None):
+        for step in (1, 2):
+            checkpoints.save(step, state_of(step))
+    for step in (1, 2):
+        assert load(tmp_path / f"step-{step:08d}.pt")["model"]["weight"].eq(step).all()
+
+
+def test_of_a_state_that_was_refused_nothing_is_kept(tmp_path, monkeypatch):
+    """The same step is saved again with other weights: as of a process that has none of a copy left."""
+    before_writing(monkeypatch, "best.pt", refuse)
+    checkpoints = BackgroundCheckpoints(tmp_path, keep=9, writes=True, model=torch.nn.Linear(2, 2))
+    with checkpoints.saving(lambda text: None):
+        checkpoints.save_best(state_of(1))
+        with pytest.raises(checkpoint.CheckpointError, match="best.pt could not be written"):
+            checkpoints.settle()
+        checkpoints.save(1, state_of(1, weight=5.0))
+    assert load(tmp_path / "step-00000001.pt")["model"]["weight"].eq(5).all()
+
+
+def state_of(step: int, weight: float | None = None) -> dict:
+    """Of a run whose weights are all the step's number, or another, and whose optimizer has no moments yet."""
+    names, value = ("weight", "bias"), float(step) if weight is None else weight
+    weights = {"weight": torch.full((2, 2), value), "bias": torch.full((2,), value)}
     rest = {"model_config": {}, "tokenizer": "byte", "parameters": list(names)}
     return rest | {"step": step, "model": weights, "optimizer": {"state": {}, "param_groups": []}}
 

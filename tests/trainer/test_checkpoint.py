@@ -83,7 +83,7 @@ def flat(value, path: str = "") -> dict[str, object]:
 def test_a_resumed_run_has_the_same_state_and_continues_to_the_bit(tmp_path):
     with training(seed=1) as first:
         advance(first, 5)
-        first.best_loss = 2.5
+        first.best_loss, first.skipped = 2.5, 3
         saved = flat(first.state_dict())
         Checkpoints(tmp_path, keep=1).save(first.step, first.state_dict())
         uninterrupted = advance(first, 4)
@@ -323,6 +323,14 @@ def test_the_newest_by_step_is_found_in_its_folder_and_in_that_of_its_run(tmp_pa
     assert find(tmp_path) == find(checkpoints.folder) == find(str(paths[-1])) == paths[-1]
     assert find(paths[0]) == paths[0]
     assert find(tmp_path / "nothing") is None
+
+
+def test_a_batch_is_run_again_by_weights_from_before_its_step(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=9)
+    assert checkpoints.before(10) is None
+    older, newer = (checkpoints.save(step, small(step)) for step in (5, 10))
+    assert [checkpoints.before(step) for step in (11, 10, 6)] == [newer, older, older]
+    assert checkpoints.before(5) == older, "where there is none from before"
 
 
 def test_no_checkpoint_is_refused_with_the_setting_to_change(tmp_path):

@@ -9,13 +9,14 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import combinations
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 
 from conf.schema import TrainConfig
@@ -414,6 +415,18 @@ def test_a_signal_while_processes_agree_counts_the_next_time(monkeypatch):
     monkeypatch.setattr(dist, "all_reduce", lambda *_: setattr(stop, "signal", signal.SIGTERM))
     world = World(size=2, parallel="ddp")
     assert [world.is_stopped(stop), world.is_stopped(stop)] == [False, True]
+
+
+def test_each_process_draws_dropout_of_its_own_and_the_first_as_it_would_alone():
+    def drawn(rank: int, seed: int = 7) -> Tensor:
+        torch.manual_seed(1)
+        World(rank, size=3, parallel="ddp").draw_apart(seed)
+        return torch.rand(4)
+
+    torch.manual_seed(1)
+    draws = [torch.rand(4), drawn(1), drawn(2), drawn(1, seed=8), drawn(2, seed=8)]
+    assert torch.equal(drawn(0), draws[0])
+    assert not any(torch.equal(a, b) for a, b in combinations(draws, 2))
 
 
 def test_fp16_is_not_split():

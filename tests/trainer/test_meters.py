@@ -119,6 +119,7 @@ def test_tokens_are_of_the_run_and_tflops_of_one_device(clock):
     metrics = meter.read()
     assert metrics["perf/tokens_per_second"] == pytest.approx(1000)
     assert metrics["perf/tflops"] == pytest.approx(0.25)
+    assert metrics["perf/tflops_causal"] == pytest.approx(0.1875)
     assert metrics["perf/mfu"] == pytest.approx(0.0025)
 
 
