@@ -1,6 +1,8 @@
 """The one exception for mistakes a user can mend, and how a program ends by it."""
 
+import os
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,6 +45,24 @@ def interrupted() -> NoReturn:
     sys.exit(130)
 
 
+def before_imports() -> None:
+    """From here to after_imports Ctrl-C ends the program at once, and raises nothing: amid the imports of torch, which
+    take seconds, an exception is told at length, or swallowed."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _end_at_once)
+
+
+def _end_at_once(*_) -> NoReturn:
+    os.write(2, b"interrupted\n")
+    os._exit(130)
+
+
+def after_imports() -> None:
+    """Ctrl-C raises KeyboardInterrupt again."""
+    if signal.getsignal(signal.SIGINT) is _end_at_once:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def is_of_memory(error: BaseException) -> bool:
     """Whether a machine's memory, or its GPU's, ran out."""
     return isinstance(error, MemoryError) or is_of_gpu_memory(error) or "DefaultCPUAllocator" in str(error)
@@ -58,6 +78,7 @@ def is_of_gpu_memory(error: BaseException) -> bool:
 @contextmanager
 def refusing() -> Iterator[None]:
     """Around what an entry point does: a UserError ends the program as it asks for, and Ctrl-C without a traceback."""
+    after_imports()
     try:
         yield
     except UserError as error:

@@ -1,13 +1,20 @@
 """Write a checkpoint as a Hugging Face GPT-2: python export.py checkpoint=... to=... (see python export.py --help)."""
 
+if __name__ == "__main__":
+    from errors import before_imports
+
+    before_imports()
+
 from pathlib import Path
+
+from safetensors import SafetensorError
 
 from conf.cli import launch
 from conf.schema import ExportConfig
 from data.tokenizers import end_of_text
-from errors import UserError
+from errors import UserError, first_line
 from model.attention import AttentionConfig
-from model.huggingface import save_pretrained
+from model.huggingface import CONFIG, WEIGHTS, save_pretrained
 from trainer import checkpoint
 from trainer.loading import model_of, sparsity_setting
 
@@ -23,7 +30,12 @@ def export(config: ExportConfig) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"to={folder} cannot be made ({error.strerror}); give another") from error
-    save_pretrained(model.config, model.state_dict(), folder, eot)
+    try:
+        save_pretrained(model.config, model.state_dict(), folder, eot)
+    except (OSError, SafetensorError) as error:
+        for name in (CONFIG, WEIGHTS):
+            (folder / name).unlink(missing_ok=True)
+        raise UserError(f"to={folder} cannot be written ({first_line(error)}); make room, or give another") from error
     print(f"step {state['step']} of {config.checkpoint} is now a Hugging Face GPT-2 in {folder}")
     if setting := sparsity_setting(state):
         print(f"it was trained with {setting}, of which Hugging Face's knows nothing: there a token sees all before it")

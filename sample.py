@@ -1,5 +1,10 @@
 """Continue a text with a trained GPT-2: python sample.py checkpoint=... prompt="..." (see python sample.py --help)."""
 
+if __name__ == "__main__":
+    from errors import before_imports
+
+    before_imports()
+
 import torch
 
 from conf.cli import launch

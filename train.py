@@ -1,5 +1,10 @@
 """Train a GPT-2 whose attention is one switch: python train.py attention=flash2 (see python train.py --help)."""
 
+if __name__ == "__main__":
+    from errors import before_imports
+
+    before_imports()
+
 import json
 import math
 import time

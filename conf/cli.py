@@ -28,7 +28,16 @@ from omegaconf.errors import (
 )
 
 from conf import schema
-from errors import UserError, first_line, interrupted, is_of_gpu_memory, is_of_memory, refuse, two_sentences
+from errors import (
+    UserError,
+    after_imports,
+    first_line,
+    interrupted,
+    is_of_gpu_memory,
+    is_of_memory,
+    refuse,
+    two_sentences,
+)
 from trainer.distributed import failed_in_all, is_of_submitit, started
 
 PATIENCE_S = 3  # in which torchrun ends the other processes when one has ended
@@ -67,6 +76,7 @@ def launch(
     are names that stand for longer ones. A job of a sweep that fails does not keep the others from running, unless one
     of several processes failed in it alone.
     """
+    after_imports()
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra then raises what it would otherwise print at length
     schema.register()
     texts = [argument for argument in sys.argv[1:] if literal and argument.startswith(f"{literal}=")]

@@ -1,5 +1,10 @@
 """Tokenize a corpus into token files, in constant memory, from where an earlier run of it was interrupted."""
 
+if __name__ == "__main__":
+    from errors import before_imports
+
+    before_imports()
+
 import os
 import shutil
 import time
@@ -76,7 +81,7 @@ def prepare(config: DataConfig, *, log: Callable[[str], None] = print) -> None:
     corpus = Corpus(source_files(config, log), config)
     settings |= {"files": len(corpus.files), "bytes": corpus.bytes, "names_and_sizes": corpus.fingerprint()}
     if _is_prepared(folder, settings):
-        return log(done)
+        return log(f"{done[:-1]} and from files of the same names and sizes.")
     tokenizer = get_tokenizer(config.tokenizer)
     if not expected:
         _check_space(folder, round(corpus.text_bytes() * TOKENS_PER_BYTE[config.tokenizer]))

@@ -24,7 +24,9 @@ def draw(logits: Tensor, temperature: float, top_k: int | None, top_p: float | N
     """A token of logits (V); at temperature 0 the likeliest."""
     if temperature == 0:
         return int(logits.argmax())
-    probabilities = restrict(logits.float() / temperature, top_k, top_p).softmax(-1)
+    logits = logits.float()  # from the likeliest one's down, which no temperature makes infinite
+    scaled = (logits - logits.max()) / max(temperature, torch.finfo(logits.dtype).tiny)
+    probabilities = restrict(scaled, top_k, top_p).softmax(-1)
     return int(torch.multinomial(probabilities.cpu(), 1, generator=generator))
 
 

@@ -39,7 +39,9 @@ def find_pretrained(source: str, key: str = "model.pretrained") -> Path:
     Raises:
         UserError: there is neither such a folder nor such a hub repository in reach.
     """
-    folder = Path(source)
+    folder = Path(source).expanduser()
+    if not folder.is_dir() and source.startswith(("/", ".", "~")):
+        raise UserError(f"{key}={source} does not exist; give a folder saved by save_pretrained, or a hub id")
     if not folder.is_dir():
         folder = _download(source, key)
     for name in (CONFIG, WEIGHTS):

@@ -1,6 +1,9 @@
 """The command line: every mistake is one sentence, at once, with nothing left behind; help names all there is."""
 
+import os
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -97,6 +100,22 @@ def test_ctrl_c_ends_what_has_nothing_to_save_without_a_traceback(workplace, tra
     monkeypatch.setattr(evaluation, "score", interrupt)
     outcome = train("run", "eval_only=true", f"checkpoint={trained}")
     assert (outcome.code, outcome.err) == (130, "interrupted\n")
+
+
+@pytest.mark.parametrize("script", ["train.py", "sample.py", "export.py", "data/prepare.py"])
+def test_ctrl_c_while_a_program_imports_ends_it_at_once_and_without_a_traceback(tmp_path, script):
+    """A signal comes in the midst of an import that, as some do, swallows what is raised in it."""
+    swallows = "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n    pass\n"
+    for slow in ("torch", "numpy"):
+        (tmp_path / f"{slow}.py").write_text(swallows + "raise SystemExit('went on')")
+    ended = subprocess.run(
+        [sys.executable, "-m", script.removesuffix(".py").replace("/", ".")],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "interrupted\n")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a GPU that must not be there")

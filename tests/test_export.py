@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from kernels.standard import standard_attention
+from model import huggingface
 from model.gpt2 import GPT2, ModelConfig
 from tests.e2e import load, run
 from trainer.checkpoint import write_file
@@ -53,6 +55,22 @@ def test_a_folder_that_cannot_be_made_is_refused(trained, tmp_path, monkeypatch,
     outcome = run("export.py", f"checkpoint={trained}", f"to={place}")
     (sentence,) = outcome.err.splitlines()
     assert outcome.code == 2 and f"to={place} cannot be made (" in sentence
+
+
+def test_a_full_disk_is_told_and_nothing_of_a_model_is_left(trained, tmp_path, monkeypatch):
+    place = tmp_path / "model"
+
+    def full(weights, path, metadata):
+        path.write_bytes(b"half of it")
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(huggingface, "save_file", full)
+        outcome = run("export.py", f"checkpoint={trained}", f"to={place}")
+    (sentence,) = outcome.err.splitlines()
+    assert outcome.code == 2 and f"to={place} cannot be written (" in sentence and "No space left" in sentence
+    assert not list(place.iterdir())
+    run("export.py", f"checkpoint={trained}", f"to={place}").ok()
 
 
 def test_destination_is_asked_for(trained):

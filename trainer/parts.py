@@ -102,6 +102,7 @@ def build_model(config: "Config", compute: Compute, tokens: TokenSet, resumed: S
     elif shape.pretrained is not None:
         pretrained = find_pretrained(shape.pretrained)
         shape = read_config(pretrained, shape)
+    config.model = shape  # what is recorded of the run is the model's own
     if shape.vocab_size is None:
         shape.vocab_size = tokens.vocab_size
     if shape.vocab_size < tokens.vocab_size:

@@ -272,7 +272,8 @@ def test_the_same_preparation_is_recognised_and_another_refused(tmp_path, monkey
     with monkeypatch.context() as patch:
         patch.delattr(module, "get_tokenizer")  # nor is a vocabulary needed for that
         prepare(config, log=lines.append)
-    assert "prepared already" in lines[0] and (tmp_path / "out" / "train.bin").stat() == before
+    assert lines[0].endswith("is prepared already, with the same settings and from files of the same names and sizes.")
+    assert (tmp_path / "out" / "train.bin").stat() == before
     with pytest.raises(
         UserError, match=r"was prepared with val_fraction=0\.2, not val_fraction=0\.5: choose another data"
     ):

@@ -155,8 +155,8 @@ def test_top_k_keeps_exactly_k_where_logits_tie():
 
 @pytest.mark.parametrize(
     ("temperature", "expected"),
-    [(1.0, [0.15, 0.5, 0.05, 0.3]), (0.5, [0.0225, 0.25, 0.0025, 0.09]), (0, [0, 1, 0, 0])],
-    ids=["as they are at temperature 1", "squared at temperature 0.5", "the likeliest at temperature 0"],
+    [(1.0, [0.15, 0.5, 0.05, 0.3]), (0.5, [0.0225, 0.25, 0.0025, 0.09]), (0, [0, 1, 0, 0]), (1e-300, [0, 1, 0, 0])],
+    ids=["as they are at 1", "squared at 0.5", "the likeliest at 0", "and at what is nearly 0"],
 )
 def test_tokens_come_with_their_probabilities(temperature, expected):
     generator, draws = seeded(), 4000

@@ -218,7 +218,13 @@ def test_a_description_of_other_weights_than_those_beside_it_is_refused(copy, ke
         load(copy)
 
 
-@pytest.mark.parametrize("source", ["nobody/no-such-gpt2", "./no/such/folder", "no-such-gpt2"])
+@pytest.mark.parametrize("source", ["./no/such/folder", "/no/such/folder", "~/no/such/folder"])
+def test_a_folder_that_is_not_there_is_not_asked_for_elsewhere(source):
+    with pytest.raises(UserError, match=f"model.pretrained={source} does not exist; give a folder"):
+        find_pretrained(source)
+
+
+@pytest.mark.parametrize("source", ["nobody/no-such-gpt2", "no-such-gpt2"])
 def test_a_name_that_is_neither_here_nor_in_reach_is_refused(source):
     with pytest.raises(UserError, match=f"checkpoint={source} is no folder.*check the name and the network"):
         find_pretrained(source, key="checkpoint")
