@@ -12,6 +12,7 @@ if not torch.cuda.is_available():
 
 import numpy
 import pytest
+from hypothesis import Phase, settings
 from torch.utils._triton import has_triton_package
 
 
@@ -22,6 +23,11 @@ def pytest_configure():
         versions = [tuple(map(int, module.__version__.split(".")[:2])) for module in (triton, numpy)]
         if versions[0] < (3, 7) and versions[1] >= (2, 4):
             pytest.exit(f"the interpreter of Triton {triton.__version__} needs numpy<2.4; pip install 'numpy<2.4'", 4)
+
+
+# In the interpreter a kernel takes a second a call: what fails is told as it was drawn, since looking for something
+# smaller would outlast the test's time, and nothing would be told.
+settings.register_profile("kernels", deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate))
 
 
 # torch lists its factory functions when a device is first used as a context: before any test has patched them.

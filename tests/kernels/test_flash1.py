@@ -42,7 +42,7 @@ def test_kernels_are_as_accurate_as_math_attention(case):
     assert_as_accurate(case, got, inputs)
 
 
-@settings(max_examples=6, deadline=None, derandomize=True)
+@settings(settings.get_profile("kernels"), max_examples=6)
 @given(
     case=st.builds(
         Case,

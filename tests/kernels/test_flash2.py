@@ -74,7 +74,7 @@ SIZES = st.builds(
 )
 
 
-@settings(max_examples=6, deadline=None, derandomize=True)
+@settings(settings.get_profile("kernels"), max_examples=6)
 @given(case=SIZES, dropout_p=st.sampled_from([0.0, 0.25]))
 def test_kernels_and_definition_agree_at_any_size(case, dropout_p):
     """Dropout included, so both draw the same random bits in both passes."""
@@ -196,7 +196,7 @@ def visible_keys(case: Case, window: int | None, cuts: list[int]) -> torch.Tenso
 
 
 @pytest.mark.parametrize("implementation", [definition, launch], ids=["definition", "kernels"])
-@settings(max_examples=7, deadline=None, derandomize=True)
+@settings(settings.get_profile("kernels"), max_examples=7)
 @given(mask=masks())
 def test_windows_documents_and_the_gradient_of_the_logsumexp(implementation, mask):
     """Together, at any size, against autograd in fp64."""

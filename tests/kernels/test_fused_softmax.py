@@ -37,7 +37,7 @@ def written_out(scores, dkept, hidden, keep, scale: float) -> tuple:
 
 @pytest.mark.parametrize("implementation", [definition, triton_kernels], ids=["definition", "Triton"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(settings.get_profile("kernels"), max_examples=8)
 @given(case=cases())
 def test_results_are_fp64s_rounded(implementation, dtype, case):
     """Of any shape, causal or not, with documents, dropout and queries that see no key."""
