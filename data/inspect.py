@@ -4,6 +4,11 @@ Prints counts, lengths of documents and the first documents as text, verifies th
 histogram of the lengths into the folder of the token files.
 """
 
+if __name__ == "__main__":
+    from errors import before_imports
+
+    before_imports()
+
 from collections.abc import Callable
 from pathlib import Path
 

@@ -70,18 +70,18 @@ def prepare(config: DataConfig, *, log: Callable[[str], None] = print) -> None:
         raise UserError(f"data={config.name} needs no preparation: set data=text and data.source to prepare text.")
     folder = Path(config.dir).expanduser()
     publish(folder)
-    settings, done = _settings(config), f"{folder} is prepared already, with the same settings."
+    settings, done = _settings(config), f"{folder} is prepared already, with the same settings"
     expected = _expected(config, "tokens")
     if config.source is None:
         if _is_prepared(folder, settings):  # the hub's files need not be here any more
-            return log(done)
+            return log(f"{done}.")
         get_tokenizer(config.tokenizer)  # what is missing is told before gigabytes are downloaded
         if expected:
             _check_space(folder, expected)
     corpus = Corpus(source_files(config, log), config)
     settings |= {"files": len(corpus.files), "bytes": corpus.bytes, "names_and_sizes": corpus.fingerprint()}
     if _is_prepared(folder, settings):
-        return log(f"{done[:-1]} and from files of the same names and sizes.")
+        return log(f"{done} and from files of the same names and sizes.")
     tokenizer = get_tokenizer(config.tokenizer)
     if not expected:
         _check_space(folder, round(corpus.text_bytes() * TOKENS_PER_BYTE[config.tokenizer]))

@@ -40,9 +40,10 @@ def find_pretrained(source: str, key: str = "model.pretrained") -> Path:
         UserError: there is neither such a folder nor such a hub repository in reach.
     """
     folder = Path(source).expanduser()
-    if not folder.is_dir() and source.startswith(("/", ".", "~")):
-        raise UserError(f"{key}={source} does not exist; give a folder saved by save_pretrained, or a hub id")
     if not folder.is_dir():
+        if source.startswith(("/", ".", "~")):  # as no hub id does
+            problem = "is no folder" if folder.exists() else "does not exist"
+            raise UserError(f"{key}={source} {problem}; give a folder saved by save_pretrained, or a hub id")
         folder = _download(source, key)
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():

@@ -102,7 +102,7 @@ def test_ctrl_c_ends_what_has_nothing_to_save_without_a_traceback(workplace, tra
     assert (outcome.code, outcome.err) == (130, "interrupted\n")
 
 
-@pytest.mark.parametrize("script", ["train.py", "sample.py", "export.py", "data/prepare.py"])
+@pytest.mark.parametrize("script", ["train.py", "sample.py", "export.py", "data/prepare.py", "data/inspect.py"])
 def test_ctrl_c_while_a_program_imports_ends_it_at_once_and_without_a_traceback(tmp_path, script):
     """A signal comes in the midst of an import that, as some do, swallows what is raised in it."""
     swallows = "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n    pass\n"

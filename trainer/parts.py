@@ -94,7 +94,10 @@ def open_checkpoints(
 
 
 def build_model(config: "Config", compute: Compute, tokens: TokenSet, resumed: State | None) -> GPT2:
-    """The model on its device, with fresh weights or pretrained ones; a resumed run loads its own later."""
+    """The model on its device, with fresh weights or pretrained ones; a resumed run loads its own later.
+
+    Its shape takes the place of config.model, so that it is what is recorded of the run.
+    """
     shape, pretrained = config.model, None
     if shape.pretrained is not None and resumed:  # which has its weights, wherever those are that it once started from
         with checkpoint.of_this_version(resumed):
@@ -102,7 +105,7 @@ def build_model(config: "Config", compute: Compute, tokens: TokenSet, resumed: S
     elif shape.pretrained is not None:
         pretrained = find_pretrained(shape.pretrained)
         shape = read_config(pretrained, shape)
-    config.model = shape  # what is recorded of the run is the model's own
+    config.model = shape
     if shape.vocab_size is None:
         shape.vocab_size = tokens.vocab_size
     if shape.vocab_size < tokens.vocab_size:

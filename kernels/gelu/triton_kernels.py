@@ -100,7 +100,7 @@ def forward_(x: Tensor, bias: Tensor, keep_output: bool) -> Tensor:
 def backward(dout: Tensor, saved: Tensor, bias: Tensor, keep_output: bool) -> tuple[Tensor, Tensor, Tensor]:
     """dout times GELU's slope (N, C), in its dtype; its sums over rows (C,), in fp32; GELU's result or nothing."""
     (rows, columns), (m, n, warps) = saved.shape, BACKWARD
-    slab = max(triton.cdiv(triton.cdiv(rows, m), SLABS), 1) * m  # of no rows there is no slab
+    slab = max(triton.cdiv(triton.cdiv(rows, m), SLABS), 1) * m  # of a tile at least; of no rows there are none
     slabs = triton.cdiv(rows, slab)
     dx, sums = torch.empty_like(saved), torch.empty((slabs, columns), device=saved.device)
     recomputed = saved.new_empty(0) if keep_output else torch.empty_like(saved)

@@ -246,7 +246,7 @@ def test_the_mean_is_over_the_targets_that_count():
 
 
 def test_the_gradients_share_is_not_rounded_to_16_bits():
-    """A fifteenth is 0.34 % less in them."""
+    """A fifteenth is 0.34 % more in them."""
     torch.manual_seed(0)
     hidden = torch.randn(64, 128, device=DEVICE).bfloat16().requires_grad_()
     loss = linear_cross_entropy(hidden, torch.randn(64, 128, device=DEVICE), torch.arange(64, device=DEVICE), 64)

@@ -224,6 +224,11 @@ def test_a_folder_that_is_not_there_is_not_asked_for_elsewhere(source):
         find_pretrained(source)
 
 
+def test_a_file_is_told_to_be_no_folder():
+    with pytest.raises(UserError, match=f"model.pretrained={__file__} is no folder; give a folder"):
+        find_pretrained(__file__)
+
+
 @pytest.mark.parametrize("source", ["nobody/no-such-gpt2", "no-such-gpt2"])
 def test_a_name_that_is_neither_here_nor_in_reach_is_refused(source):
     with pytest.raises(UserError, match=f"checkpoint={source} is no folder.*check the name and the network"):

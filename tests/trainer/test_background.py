@@ -4,6 +4,8 @@ import errno
 import os
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,13 +18,14 @@ from trainer import checkpoint
 from trainer.background import BackgroundCheckpoints, host_memory
 
 pytest_plugins = ["tests.e2e"]
+pytestmark = pytest.mark.usefixtures("workplace")
 
 EACH_5 = ("train.max_steps=20", "checkpoint.interval=5", "train.eval_interval=5")
 BESIDE = (*EACH_5, "checkpoint.asynchronous=true", "checkpoint.dir=kept")
 LOSSES = ("train/loss", "train/grad_norm", "val/loss")
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def whole(workplace):
     """A run that waits for its checkpoints."""
     train("whole", *EACH_5, "checkpoint.keep=9").ok()
@@ -39,7 +42,7 @@ def refuse() -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_the_files_are_those_of_a_run_that_waits_for_them():
+def test_the_files_are_those_of_a_run_that_waits_for_them(whole):
     outcome = train("run", *BESIDE).ok()
     assert curve("run", *LOSSES) == curve("whole", *LOSSES)
     for name in ("step-00000015.pt", "step-00000020.pt", "best.pt"):
@@ -53,7 +56,7 @@ def test_the_files_are_those_of_a_run_that_waits_for_them():
     assert curve("again", *LOSSES) == curve("whole", *LOSSES)[-5:]
 
 
-def test_steps_go_on_while_a_checkpoint_is_written_and_do_not_change_it(monkeypatch):
+def test_steps_go_on_while_a_checkpoint_is_written_and_do_not_change_it(whole, monkeypatch):
     """That of step 5 is not written before the batches of step 9 are asked for."""
     step_9 = threading.Event()
     monkeypatch.setattr(TrainLoader, "next_batches", at_call(9, step_9.set, TrainLoader.next_batches))
@@ -64,7 +67,7 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_do_not_change_it(monkeypa
     torch.testing.assert_close(ours["optimizer"], theirs["optimizer"], rtol=0, atol=0)
 
 
-def test_a_full_disk_is_told_when_the_next_is_saved_and_training_goes_on(monkeypatch):
+def test_a_full_disk_is_told_when_the_next_is_saved_and_training_goes_on(whole, monkeypatch):
     before_writing(monkeypatch, "step-00000010.pt", refuse)
     outcome = train("run", *BESIDE, "checkpoint.on_error=continue").ok()
     (told,) = (line for line in outcome.out.splitlines() if "training goes on" in line)
@@ -104,8 +107,7 @@ def test_a_save_that_is_refused_leaves_the_one_beside_it_alone(tmp_path, monkeyp
     refused = threading.Event()
     before_writing(monkeypatch, "best.pt", lambda: refused.set() or refuse())
     before_writing(monkeypatch, "step-00000001.pt", lambda: refused.wait(timeout=30) and time.sleep(0.2))
-    checkpoints = BackgroundCheckpoints(tmp_path, keep=9, writes=True, model=torch.nn.Linear(2, 2))
-    with checkpoints.saving(lambda text: None):
+    with saving(tmp_path) as checkpoints:
         checkpoints.save_best(state_of(1))
         checkpoints.save(1, state_of(1))
         with pytest.raises(checkpoint.CheckpointError, match="best.pt could not be written"):
@@ -117,8 +119,7 @@ def test_a_save_that_is_refused_leaves_the_one_beside_it_alone(tmp_path, monkeyp
 
 def test_the_next_state_waits_until_the_one_before_is_written(tmp_path, monkeypatch):
     before_writing(monkeypatch, "step-00000001.pt", lambda: time.sleep(0.3))
-    checkpoints = BackgroundCheckpoints(tmp_path, keep=9, writes=True, model=torch.nn.Linear(2, 2))
-    with checkpoints.saving(lambda text: None):
+    with saving(tmp_path) as checkpoints:
         for step in (1, 2):
             checkpoints.save(step, state_of(step))
     for step in (1, 2):
@@ -128,13 +129,20 @@ def test_the_next_state_waits_until_the_one_before_is_written(tmp_path, monkeypa
 def test_of_a_state_that_was_refused_nothing_is_kept(tmp_path, monkeypatch):
     """The same step is saved again with other weights: as of a process that has none of a copy left."""
     before_writing(monkeypatch, "best.pt", refuse)
-    checkpoints = BackgroundCheckpoints(tmp_path, keep=9, writes=True, model=torch.nn.Linear(2, 2))
-    with checkpoints.saving(lambda text: None):
+    with saving(tmp_path) as checkpoints:
         checkpoints.save_best(state_of(1))
         with pytest.raises(checkpoint.CheckpointError, match="best.pt could not be written"):
             checkpoints.settle()
         checkpoints.save(1, state_of(1, weight=5.0))
     assert load(tmp_path / "step-00000001.pt")["model"]["weight"].eq(5).all()
+
+
+@contextmanager
+def saving(folder: Path) -> Iterator[BackgroundCheckpoints]:
+    """Checkpoints of the states below, all of which stay."""
+    checkpoints = BackgroundCheckpoints(folder, keep=9, writes=True, model=torch.nn.Linear(2, 2))
+    with checkpoints.saving(lambda text: None):
+        yield checkpoints
 
 
 def state_of(step: int, weight: float | None = None) -> dict:
