@@ -28,7 +28,8 @@ from model.generate import generate
 from model.gpt2 import GPT2, ModelConfig
 from trainer.anomalies import IN_A_ROW, Watch, are_finite, read_record
 from trainer.checkpoint import CheckpointError, Checkpoints, State
-from trainer.distributed import ALONE, World, join, started
+from trainer.distributed.parallel import data_parallel, shard, synchronise_gradients
+from trainer.distributed.world import ALONE, World, join, started
 from trainer.evaluation import perplexity, score
 from trainer.folders import claimed, refuse_another_jobs
 from trainer.graphs import MicroStepGraphs, are_graphs_wanted, check_graphs
@@ -36,7 +37,6 @@ from trainer.loading import load_model
 from trainer.loggers import Loggers, WandbConfig, finite, start_loggers
 from trainer.memory import out_of_memory
 from trainer.optimizer import build_optimizer, learning_rate, optimizer_step
-from trainer.parallel import data_parallel, shard, synchronise_gradients
 from trainer.parts import (
     build_loader,
     build_meter,

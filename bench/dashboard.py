@@ -13,8 +13,8 @@ import wandb_workspaces.reports.v2 as wr
 import wandb_workspaces.workspaces as ws
 from wandb_workspaces.reports.v2.interface import Panel
 
-from bench.command_line import output_file
-from bench.results_file import write
+from bench.common.command_line import output_file
+from bench.common.results import write
 from errors import UserError, described, refusing
 from trainer.loggers import WandbConfig, server_problem
 

@@ -21,15 +21,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bench.accuracy import NAMES, relative_error
-from bench.cells import HIDDEN, TOKENS
-from bench.command_line import output_file, positive
-from bench.results_file import environment, results_folder, write
-from bench.timing import Gpu, sampler_of
+from bench.attention.accuracy import NAMES, relative_error
+from bench.attention.shapes import HIDDEN, TOKENS
+from bench.common.command_line import output_file, positive
+from bench.common.results import environment, results_folder, write
+from bench.common.timing import Gpu, sampler_of
 from errors import UserError, refusing
 from kernels.flash2 import flash2
-from kernels.flash2.blocks import BLOCK, butterfly, listed
-from kernels.standard import standard_attention
+from kernels.flash2.block_lists import BLOCK, butterfly, listed
+from kernels.naive.definition import standard_attention
 from model.attention import sdpa
 
 PASSES = "forward", "both"

@@ -13,8 +13,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench.command_line import output_file
-from bench.results_file import ROOT, environment, results_folder, write
+from bench.common.command_line import output_file
+from bench.common.results import ROOT, environment, results_folder, write
 from errors import UserError, refusing
 from model.attention import VARIANTS as ATTENTIONS
 

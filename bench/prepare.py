@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.command_line import output_file, positive
-from bench.results_file import ROOT, environment, write
+from bench.common.command_line import output_file, positive
+from bench.common.results import ROOT, environment, write
 from data.config import DataConfig
 from data.prepare import prepare
 from data.readers import find_files

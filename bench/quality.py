@@ -27,9 +27,9 @@ import torch.nn.functional as F
 from rich.progress import track
 from torch import Tensor, nn
 
-from bench.command_line import output_file, positive, sizes
-from bench.results_file import environment, results_folder, write
-from bench.trainers import DTYPE, VOCABULARY, Cell, Trainer, ours
+from bench.common.command_line import output_file, positive, sizes
+from bench.common.results import environment, results_folder, write
+from bench.training.trainers import DTYPE, VOCABULARY, Cell, Trainer, ours
 from data.config import DataConfig
 from data.loader import TrainLoader
 from data.tokens import open_tokens

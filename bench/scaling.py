@@ -24,13 +24,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench.command_line import output_file, positive, sizes
-from bench.results_file import ROOT, begin, results_folder, write
-from bench.trainers import DTYPE, Cell, Job, Trainer, ours
+from bench.common.command_line import output_file, positive, sizes
+from bench.common.results import ROOT, begin, results_folder, write
+from bench.training.trainers import DTYPE, Cell, Job, Trainer, ours
 from errors import UserError, refusing
 from model.attention import AttentionConfig
 from trainer.checkpoint import CheckpointConfig
-from trainer.distributed import World, join
+from trainer.distributed.world import World, join
 from trainer.parts import build_meter, open_checkpoints
 from trainer.precision import Compute
 

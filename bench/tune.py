@@ -16,12 +16,13 @@ from multiprocessing import get_context
 
 import torch
 
-from bench.accuracy import relative_error
-from bench.cells import HIDDEN, TOKENS
-from bench.command_line import output_file, sizes
-from bench.timing import Gpu, sampler_of
+from bench.attention.accuracy import relative_error
+from bench.attention.shapes import HIDDEN, TOKENS
+from bench.common.command_line import output_file, sizes
+from bench.common.timing import Gpu, sampler_of
 from errors import UserError, refusing
-from kernels import dropout, launcher
+from kernels.common import dropout
+from kernels.common import launching as launcher
 from kernels.flash2 import definition, launch
 from kernels.flash2.options import Options
 from kernels.flash2.tiles import LENGTHS, SPECIALISED, TABLE, Tile, Tiles, length_bucket, padded_head_dim

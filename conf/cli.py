@@ -38,7 +38,7 @@ from errors import (
     refuse,
     two_sentences,
 )
-from trainer.distributed import failed_in_all, is_of_submitit, started
+from trainer.distributed.world import failed_in_all, is_of_submitit, started
 
 PATIENCE_S = 3  # in which torchrun ends the other processes when one has ended
 

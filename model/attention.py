@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from errors import UserError, first_line, is_of_memory
-from kernels.checks import check_documents
+from kernels.common.checks import check_documents
 from kernels.flash1 import flash1
 from kernels.flash2 import flash2, flash2_packed
-from kernels.flash2.blocks import BLOCK, Listed, butterfly, listed
+from kernels.flash2.block_lists import BLOCK, Listed, butterfly, listed
 from kernels.fused_softmax import LONGEST_ROW, fused_softmax
 from kernels.linear import linear
-from kernels.standard import same_document, standard_attention, visible
+from kernels.naive.definition import same_document, standard_attention, visible
 
 SDPA_BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,

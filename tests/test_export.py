@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from kernels.standard import standard_attention
+from kernels.naive.definition import standard_attention
 from model import huggingface
 from model.gpt2 import GPT2, ModelConfig
 from tests.e2e import load, run

@@ -10,7 +10,7 @@ from torch import nn
 
 from errors import UserError
 from trainer.checkpoint import State
-from trainer.distributed import local_part
+from trainer.distributed.world import local_part
 from trainer.loggers import finite
 from trainer.state import TrainState
 

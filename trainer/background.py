@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from errors import UserError, described
 from trainer.checkpoint import Checkpoints, State
-from trainer.distributed import local_part
+from trainer.distributed.world import local_part
 from trainer.meters import GIB
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

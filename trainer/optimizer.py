@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from errors import UserError
-from trainer.distributed import local_part
+from trainer.distributed.world import local_part
 
 
 @dataclass

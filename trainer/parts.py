@@ -19,7 +19,7 @@ from trainer import checkpoint
 from trainer.background import BackgroundCheckpoints
 from trainer.checkpoint import CheckpointConfig, Checkpoints, State
 from trainer.config import TrainConfig
-from trainer.distributed import World, is_of_submitit, restarted
+from trainer.distributed.world import World, is_of_submitit, restarted
 from trainer.flops import model_flops_per_token, peak_flops
 from trainer.meters import ThroughputMeter
 from trainer.precision import Compute

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from errors import UserError
-from trainer.distributed import ALONE, World
+from trainer.distributed.world import ALONE, World
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

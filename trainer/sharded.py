@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from errors import first_line
 from trainer.background import KINDS, BackgroundCheckpoints, join_state
 from trainer.checkpoint import BEFORE, REST, CheckpointError, State, remove, sync_folder, write_file
-from trainer.distributed import local_part
+from trainer.distributed.world import local_part
 
 DTYPES = {torch.float32: "F32"}  # the only one that weights and moments are kept in
 

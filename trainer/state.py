@@ -8,7 +8,7 @@ from torch import nn
 from data.loader import TrainLoader
 from errors import UserError
 from trainer.checkpoint import State, of_this_version, rng_state, set_rng_state
-from trainer.parallel import split_moments, split_weights
+from trainer.distributed.parallel import split_moments, split_weights
 
 SHAPE = ("context_length", "n_layer", "n_head", "n_embd", "vocab_size")  # what a run cannot change when it is continued
 

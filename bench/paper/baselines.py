@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from kernels.common.launching import arch_of
 from kernels.flash2 import launch
 from kernels.flash2.options import Options
 from kernels.flash2.tiles import Tiles, length_bucket, tiles_for
-from kernels.launcher import arch_of
 
 
 def pytorch(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:

@@ -9,13 +9,13 @@ import torch
 from matplotlib.figure import Figure
 from triton.runtime.errors import OutOfResources
 
-from bench.accuracy import Truth, WrongResult, pick, relative_error, truth_of
-from bench.cells import Cell
+from bench.attention.accuracy import Truth, WrongResult, pick, relative_error, truth_of
+from bench.attention.contenders import Data, draw
+from bench.attention.shapes import Cell
+from bench.common.timing import Gpu, recorded, sampler_of
 from bench.paper.config import PaperConfig
 from bench.paper.text import table
-from bench.timing import Gpu, recorded, sampler_of
-from bench.variants import Data, draw
-from kernels import launcher
+from kernels.common import launching as launcher
 from kernels.flash2 import launch
 from kernels.flash2.options import Options
 from kernels.flash2.tiles import Tile, Tiles

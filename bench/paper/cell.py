@@ -10,8 +10,8 @@ from importlib import import_module
 
 import torch
 
+from bench.common.timing import Cpu, Gpu, recorded
 from bench.paper.config import PaperConfig
-from bench.timing import Cpu, Gpu, recorded
 
 
 def main() -> None:

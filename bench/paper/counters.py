@@ -16,11 +16,11 @@ from itertools import product
 
 import torch
 
-from bench.cells import Cell
+from bench.attention.contenders import bind, draw
+from bench.attention.shapes import Cell
+from bench.common.results import ROOT
 from bench.paper.config import PaperConfig
 from bench.paper.variants import attend
-from bench.results_file import ROOT
-from bench.variants import bind, draw
 
 METRICS = "dram__bytes_read.sum", "dram__bytes_write.sum"
 MARK = "spin_kernel"  # torch.cuda._sleep's, which moves nothing

@@ -8,11 +8,11 @@ from functools import partial
 
 from matplotlib.figure import Figure
 
+from bench.common.timing import Gpu
 from bench.paper import learning, training
 from bench.paper.config import PaperConfig
 from bench.paper.text import cost_text, figure_of, speed_text, table, whole_speed
 from bench.paper.training import by_label, days, speed_of
-from bench.timing import Gpu
 
 TITLE = "FlashAttention's table 2: training GPT-2 at a context of 1k"
 SIZES = {"full": (1024, {"gpt2": 32, "gpt2-medium": 16}), "smoke": (16, {"gpt2-nano": 1})}

@@ -2,7 +2,7 @@
 
 from matplotlib.figure import Figure
 
-from bench.charts import LOOKS
+from bench.attention.charts import LOOKS
 from bench.paper import training
 from bench.paper.config import PaperConfig
 from bench.paper.text import length_text, table, whole_speed

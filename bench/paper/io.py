@@ -21,15 +21,15 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 from torch import Tensor
 
-from bench.attention import measure as measure_attention
-from bench.cells import Cell
+from bench.attention.program import measure as measure_attention
+from bench.attention.shapes import Cell
+from bench.common.timing import Gpu
 from bench.paper.config import PaperConfig
 from bench.paper.counters import NotMeasured, hbm_bytes
 from bench.paper.text import table, told_alone
 from bench.paper.variants import attend, settings
-from bench.timing import Gpu
 from kernels.flash1.launch import tiles_for as flash1_tiles
-from kernels.flash2.blocks import BLOCK, listed
+from kernels.flash2.block_lists import BLOCK, listed
 from kernels.flash2.tiles import Tile, Tiles, length_bucket, specialised_for, tiles_for
 from model.attention import read_pattern
 
@@ -72,7 +72,7 @@ def flash(n: int, d: int, m: int, share: float = 1.0) -> Bytes:
 
 
 def naive_moves(n: int, d: int) -> Bytes:
-    """kernels/standard.py, where S and dP are fp32 and each elementwise operation is a kernel of its own.
+    """kernels/naive/definition.py, where S and dP are fp32 and each elementwise operation is a kernel of its own.
 
     Forward, in bytes for each of n^2: S 4; times scale 8; softmax 8; to bf16 6; read by P V 2. For each of n d: Q, K
     and V 6, O in fp32 4, times 1 / keep 8, to bf16 6. Backward for n^2: P read by dV 2; dP 4; P dP 10; its sum 4;
@@ -259,7 +259,7 @@ def markdown(rows: list[dict]) -> str:
     m = next((f"M = {row['sram_bytes'] / 1024:.0f} KiB" for row in counted), "")
     return (
         f"{table(header, lines, left=2)}\n\nGB are 10^9 bytes; heads of {HEAD_DIM} in bf16, no mask{of_causal(counted)}"
-        ". `naive` is kernels/standard.py, not compiled: an operation a kernel, S and dP in fp32. "
+        ". `naive` is kernels/naive/definition.py, not compiled: an operation a kernel, S and dP in fp32. "
         f"The paper's formulas are those of standard attention and of FlashAttention with {m} of shared memory; loads "
         "and stores are those of the kernels at their tiles, as if no cache were between; read and written is what the "
         f"counters of HBM say, caches included{unmeasured}. They can also say more, as where a kernel of `flash1` "

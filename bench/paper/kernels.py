@@ -6,20 +6,20 @@ from dataclasses import replace
 
 from matplotlib.figure import Figure
 
-from bench.attention import measure as measure_attention
-from bench.cells import PASSES, paper_cells
-from bench.charts import LOOKS, PANELS, TITLES, figure_of
+from bench.attention.charts import LOOKS, PANELS, TITLES, figure_of
+from bench.attention.program import measure as measure_attention
+from bench.attention.shapes import PASSES, paper_cells
+from bench.common.timing import Gpu
 from bench.paper.config import PaperConfig
 from bench.paper.text import table, told_alone, whole_speed
 from bench.paper.variants import attend, known
-from bench.timing import Gpu
 
 TITLE = "FlashAttention-2's figures 4 to 7: attention alone"
 VARIANTS = "naive", "pytorch", "fused_softmax", "flash1", "sdpa_flash", "triton", "flash2"
 ON_GPUS = "sdpa_efficient"  # xformers' kernel, as torch has it
 HEAD_DIMS, MASKS = (64, 128), (False, True)
 STANDS_FOR = {
-    "naive": "PyTorch, naive is kernels/standard.py, not compiled: an operation a kernel, S and dP in fp32",
+    "naive": "PyTorch, naive is kernels/naive/definition.py, not compiled: an operation a kernel, S and dP in fp32",
     "pytorch": "PyTorch, 16 bits is the papers' PyTorch, where all is in 16 bits",
     "sdpa_efficient": "SDPA memory-efficient is xformers' kernel, as torch has it",
     "flash1": "flash1 stands for FlashAttention: a program for each head of each sequence, so that where these are few "

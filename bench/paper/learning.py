@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bench.common.timing import Gpu
 from bench.paper.config import PaperConfig
 from bench.quality import fast_losses, plain, plain_losses
-from bench.timing import Gpu
-from bench.trainers import DTYPE, VOCABULARY, Cell, Trainer, ours
+from bench.training.trainers import DTYPE, VOCABULARY, Cell, Trainer, ours
 from data.config import DataConfig
 from data.loader import IGNORED, TrainLoader, validation_batches
 from data.tokens import open_tokens

@@ -6,14 +6,14 @@ from typing import NamedTuple
 import numpy as np
 from matplotlib.figure import Figure
 
-from bench.cells import Cell
-from bench.charts import LOOKS
+from bench.attention.charts import LOOKS
+from bench.attention.contenders import bind, draw
+from bench.attention.rows import empty_row
+from bench.attention.shapes import Cell
+from bench.common.timing import Gpu, recorded
 from bench.paper.config import PaperConfig
 from bench.paper.text import label_lengths, length_text, table
 from bench.paper.variants import attend
-from bench.rows import empty_row
-from bench.timing import Gpu, recorded
-from bench.variants import bind, draw
 
 TITLE = "Peak memory of attention against sequence length"
 VARIANTS = "naive", "fused_softmax", "sdpa_flash", "flash1", "flash2", "block_sparse", "local"

@@ -27,10 +27,10 @@ from rich.progress import (
 )
 from rich.table import Column
 
-from bench.charts import save
+from bench.attention.charts import save
+from bench.common.results import ROOT, check_same, environment, read_results, results_folder, write
 from bench.paper import blocks, gpt2, gpt2_context, gpt3, io, kernels, memory, scaling
 from bench.paper.config import PaperConfig
-from bench.results_file import ROOT, check_same, environment, read_results, results_folder, write
 from errors import UserError
 
 TABLES = {

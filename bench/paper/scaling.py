@@ -10,13 +10,13 @@ from collections.abc import Iterator
 import numpy as np
 from matplotlib.figure import Figure
 
-from bench.attention import measure as measure_attention
-from bench.cells import Cell
-from bench.charts import LOOKS
+from bench.attention.charts import LOOKS
+from bench.attention.program import measure as measure_attention
+from bench.attention.shapes import Cell
+from bench.common.timing import Gpu
 from bench.paper.config import PaperConfig
 from bench.paper.text import label_lengths, table, told_alone
 from bench.paper.variants import attend
-from bench.timing import Gpu
 
 TITLE = "Scaling with length, heads and batch: flash1's grid and flash2's"
 VARIANTS = "flash1", "flash2"

@@ -10,12 +10,12 @@ from functools import partial
 
 import torch
 
-from bench.cells import Cell as AttentionCell
+from bench.attention.shapes import Cell as AttentionCell
+from bench.common.timing import Gpu
 from bench.paper.config import PaperConfig
 from bench.paper.variants import check_variant
-from bench.steps import alternate, search
-from bench.timing import Gpu
-from bench.trainers import Cell, Trainer, huggingface, ours
+from bench.training.steps import alternate, search
+from bench.training.trainers import Cell, Trainer, huggingface, ours
 
 BUDGET = 400_000 * 512 * 1024  # tokens: FlashAttention (Dao et al., 2022), appendix E.2
 GPUS = 8

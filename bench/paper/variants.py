@@ -2,13 +2,13 @@
 
 from omegaconf import OmegaConf
 
-from bench.accuracy import check, truth_of
-from bench.cells import Cell
+from bench.attention.accuracy import check, truth_of
+from bench.attention.contenders import available, bind, draw
+from bench.attention.shapes import Cell
+from bench.common.results import ROOT
+from bench.common.timing import Gpu
 from bench.paper.baselines import BASELINES
 from bench.paper.config import PaperConfig
-from bench.results_file import ROOT
-from bench.timing import Gpu
-from bench.variants import available, bind, draw
 from errors import UserError
 from model.attention import VARIANTS, Attention, AttentionConfig, build_attention
 

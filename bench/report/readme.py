@@ -10,10 +10,10 @@ import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
 
-from bench import charts
+from bench.attention import charts
+from bench.attention.rows import geometric_mean, speedups
+from bench.common.results import ROOT, read_results
 from bench.paper.text import at_least, cost_text, speed_text, told_alone, whole_speed
-from bench.results_file import ROOT, read_results
-from bench.rows import geometric_mean, speedups
 from errors import UserError
 
 matplotlib.use("svg")  # draws without a screen

@@ -6,7 +6,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
 from errors import UserError
-from trainer.distributed import started
+from trainer.distributed.world import started
 
 
 class SweepReport(Callback):

@@ -5,7 +5,7 @@ A token's loss, and its gradient by the logits x, depend on what they are beyond
     e_v = exp(x_v - x_t),    l = sum_v e_v,    loss = log l,    dloss/dx_v = (e_v - l [v = t]) / l.
 
 x_t is a product of two vectors, which is soon made. The product over the whole vocabulary starts at -x_t, and its
-epilogue (kernels/hopper_product.py) writes e and adds it up over the columns of a tile. What is left is a number a row:
+epilogue (kernels/hopper/product.py) writes e and adds it up over the columns of a tile. What is left is a number a row:
 l is the sum of its tiles'; 1 - l takes the place of e_t; and 1 / l scales what is narrow, the hidden states or their
 gradient, instead of e. Dividing by the maximum's exponential, as online softmax does, needs the logits once more.
 
@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from kernels.cross_entropy import definition, triton_kernels
 from kernels.cross_entropy.triton_kernels import LOG2_E
-from kernels.hopper_product import (
+from kernels.hopper.product import (
     CHUNK,
     CHUNKS,
     LAYOUT,
@@ -37,7 +37,7 @@ from kernels.hopper_product import (
     shared_memory,
     tile_at,
 )
-from kernels.warpgroups import barrier, signature_of
+from kernels.hopper.warpgroups import barrier, signature_of
 
 HIGHEST: gl.constexpr = gl.constexpr(definition.HIGHEST)
 

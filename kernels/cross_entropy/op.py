@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, library
 from torch.autograd.function import once_differentiable
 
-from kernels.operators import implementation
+from kernels.common.registering import implementation
 
 CHUNKS = 4
 """Parts that the tokens are cut into, so that logits stay few beside what the layers keep of the same tokens."""

@@ -10,8 +10,8 @@ B batch, T query length, S key length, H query heads, G key/value heads, D head 
 import torch
 from torch import Tensor
 
-from kernels.dropout import keep_mask
-from kernels.tiling import NEG_INF, Visibility, cut, heads_first, tiles
+from kernels.common.dropout import keep_mask
+from kernels.common.tiling import NEG_INF, Visibility, cut, heads_first, tiles
 
 TILE = 128
 

@@ -5,10 +5,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.dropout import threshold
+from kernels.common.dropout import threshold
+from kernels.common.launching import launch, strides
 from kernels.flash1.triton_kernels import backward_kernel, forward_kernel
 from kernels.flash2.tiles import Tile, padded_head_dim
-from kernels.launcher import launch, strides
 
 
 class Tiles(NamedTuple):

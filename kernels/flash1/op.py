@@ -4,10 +4,10 @@ import torch
 from torch import Tensor, library
 from torch.autograd.function import once_differentiable
 
-from kernels import dropout
-from kernels.checks import check_inputs, readable
-from kernels.documents import document_bounds
-from kernels.operators import implement
+from kernels.common import dropout
+from kernels.common.checks import check_inputs, readable
+from kernels.common.documents import document_bounds
+from kernels.common.registering import implement
 
 _library = library.Library("flash1", "DEF")
 _OPTIONS = "Tensor? numbers, Tensor? documents, bool causal, float scale, float dropout_p"

@@ -5,13 +5,13 @@ One program owns one head, and so a GPU is filled by batch and heads alone. It l
 over the tiles of Q that see any of them; O, l and m of a tile of queries (dQ in the backward pass) lie in memory and
 are rescaled there for every tile of keys. O and dQ are summed in fp32. The softmax runs in base 2.
 
-M rows of a query tile (the paper's B_r), N rows of a key tile (B_c); other names are those of kernels/head_rows.py.
+M rows of a query tile (the paper's B_r), N rows of a key tile (B_c); other names as in kernels/common/head_rows.py.
 """
 
 import triton
 import triton.language as tl
 
-from kernels.head_rows import (
+from kernels.common.head_rows import (
     LOG2_E,
     dot,
     head_of,
@@ -22,7 +22,7 @@ from kernels.head_rows import (
     random_numbers,
     store_rows,
 )
-from kernels.rounding import to
+from kernels.common.rounding import to
 
 
 @triton.jit

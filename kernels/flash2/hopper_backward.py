@@ -39,11 +39,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kernels.dropout import threshold
+from kernels.common.dropout import threshold
+from kernels.common.launching import descriptor, launch, strides
 from kernels.flash2.options import Options
 from kernels.flash2.tiles import SpecialisedBackward, in_halves, split_head_dim
-from kernels.launcher import descriptor, launch, strides
-from kernels.warpgroups import barrier, hide, multiprocessors, release, signature_of
+from kernels.hopper.warpgroups import barrier, hide, multiprocessors, release, signature_of
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _in_halves = gluon.constexpr_function(in_halves)

@@ -29,12 +29,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.dropout import threshold
+from kernels.common.dropout import threshold
+from kernels.common.launching import descriptor, launch
 from kernels.flash2.options import Options
 from kernels.flash2.tiles import SpecialisedForward, split_head_dim
 from kernels.flash2.triton_kernels import natural_logsumexp
-from kernels.launcher import descriptor, launch
-from kernels.warpgroups import hide, multiprocessors, release, ring, signature_of
+from kernels.hopper.warpgroups import hide, multiprocessors, release, ring, signature_of
 
 LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
 THREADS: gl.constexpr = gl.constexpr(128)  # of one consumer

@@ -9,8 +9,18 @@ from functools import cache, lru_cache
 import torch
 from torch import Tensor
 
-from kernels.dropout import threshold
-from kernels.flash2.blocks import BLOCK, HEADER
+from kernels.common.dropout import threshold
+from kernels.common.launching import (
+    arch_of,
+    are_aligned,
+    descriptor,
+    fits_tma,
+    launch,
+    strides,
+    triton_version,
+    uses_tma,
+)
+from kernels.flash2.block_lists import BLOCK, HEADER
 from kernels.flash2.options import Options
 from kernels.flash2.tiles import (
     SpecialisedBackward,
@@ -29,16 +39,6 @@ from kernels.flash2.triton_kernels import (
     forward_kernel,
     key_gradient_kernel,
     query_gradient_kernel,
-)
-from kernels.launcher import (
-    arch_of,
-    are_aligned,
-    descriptor,
-    fits_tma,
-    launch,
-    strides,
-    triton_version,
-    uses_tma,
 )
 
 log = logging.getLogger(__name__)

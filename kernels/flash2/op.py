@@ -9,12 +9,12 @@ from torch import Tensor, library
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from kernels import dropout
-from kernels.checks import check_inputs, readable
-from kernels.documents import document_bounds
-from kernels.flash2.blocks import BLOCK, HEADER, Listed
+from kernels.common import dropout
+from kernels.common.checks import check_inputs, readable
+from kernels.common.documents import document_bounds
+from kernels.common.registering import implement, implementation
+from kernels.flash2.block_lists import BLOCK, HEADER, Listed
 from kernels.flash2.options import Options
-from kernels.operators import implement, implementation
 
 _library = library.Library("flash2", "DEF")
 _OPTIONS = "Tensor? numbers, Tensor? documents, Tensor? blocks, bool causal, int window, float scale, float dropout_p"

@@ -6,14 +6,13 @@ that need a mask and over those that do not in loops of their own; what nobody s
 keys, and a key is seen by a range of queries: causal order, sliding window and documents only move their ends. Softmax
 runs in base 2, with log2(e) folded into the scale; statistics and accumulators are fp32.
 
-M rows of a query tile, N rows of a key tile; other names are those of kernels/head_rows.py.
+M rows of a query tile, N rows of a key tile; other names are those of kernels/common/head_rows.py.
 """
 
 import triton
 import triton.language as tl
 
-from kernels.flash2 import blocks
-from kernels.head_rows import (
+from kernels.common.head_rows import (
     LOG2_E,
     at_head,
     dot,
@@ -25,7 +24,8 @@ from kernels.head_rows import (
     random_numbers,
     store_rows,
 )
-from kernels.rounding import to
+from kernels.common.rounding import to
+from kernels.flash2 import block_lists as blocks
 
 BLOCK: tl.constexpr = tl.constexpr(blocks.BLOCK)
 HEADER: tl.constexpr = tl.constexpr(blocks.HEADER)

@@ -6,8 +6,8 @@ B batch, H heads, T query length, S key length.
 import torch
 from torch import Tensor
 
-from kernels.dropout import keep_mask
-from kernels.standard import visible
+from kernels.common.dropout import keep_mask
+from kernels.naive.definition import visible
 
 
 def _hidden(shape: torch.Size, documents: Tensor | None, causal: bool, device: torch.device) -> Tensor | None:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, library
 from torch.autograd.function import once_differentiable
 
-from kernels import dropout
-from kernels.checks import check_inputs
-from kernels.documents import document_bounds
-from kernels.operators import implement
+from kernels.common import dropout
+from kernels.common.checks import check_inputs
+from kernels.common.documents import document_bounds
+from kernels.common.registering import implement
 
 LONGEST_ROW = 16384  # keys; a row of scores is held on chip, as in Megatron-LM's kernel
 

@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.dropout import threshold
-from kernels.head_rows import LOG2_E, keys_of
-from kernels.rounding import to
+from kernels.common.dropout import threshold
+from kernels.common.head_rows import LOG2_E, keys_of
+from kernels.common.rounding import to
 
 TILE = 4096  # scores of a program, where a row is no longer
 

@@ -1,4 +1,4 @@
-"""Matrix products on Hopper with tanh-GELU or its gradient in their epilogue; see kernels/hopper_product.py.
+"""Matrix products on Hopper with tanh-GELU or its gradient in their epilogue; see kernels/hopper/product.py.
 
 C = A B. GELU's own passes over memory are saved: it reads and writes what a product writes anyway. The slope is
 computed in the forward pass, which has to compute most of it, unless memory is to be saved.
@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from kernels.gelu.triton_kernels import CUBIC, MINUS_LOG2_E, SLOPE
-from kernels.hopper_product import (
+from kernels.hopper.product import (
     CHUNK,
     CHUNKS,
     LAYOUT,
@@ -31,7 +31,7 @@ from kernels.hopper_product import (
     shared_memory,
     tile_at,
 )
-from kernels.warpgroups import barrier, signature_of
+from kernels.hopper.warpgroups import barrier, signature_of
 
 
 @gluon.jit

@@ -3,8 +3,8 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import products
 from kernels.gelu import triton_kernels
+from kernels.hopper import selection as products
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor, keep_output: bool) -> tuple[Tensor, Tensor]:

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, library
 from torch.autograd.function import once_differentiable
 
+from kernels.common.registering import implement, rows_of
 from kernels.linear.op import bias_gradient, weight_gradient
-from kernels.operators import implement, rows_of
 
 _library = library.Library("gelu", "DEF")
 _library.define("forward(Tensor x, Tensor weight, Tensor bias, bool keep_output) -> (Tensor, Tensor)")

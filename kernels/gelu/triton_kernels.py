@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.rounding import to
+from kernels.common.rounding import to
 
 MINUS_LOG2_E: tl.constexpr = tl.constexpr(-1.4426950408889634)
 SLOPE: tl.constexpr = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, library
 from torch.autograd.function import once_differentiable
 
-from kernels.operators import implement, rows_of
+from kernels.common.registering import implement, rows_of
 
 _library = library.Library("layer_norm", "DEF")
 _library.define("forward(Tensor x, Tensor weight, Tensor bias, float eps) -> (Tensor, Tensor, Tensor)")

@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.launcher import launch
+from kernels.common.launching import launch
+from kernels.common.rounding import to
 from kernels.layer_norm import definition
-from kernels.rounding import to
 
 WIDEST = 8192  # columns that a program has registers for
 ELEMENTS, PER_THREAD = 4096, 32  # of a tile, which has one row at least, and of a thread; forward twice as many

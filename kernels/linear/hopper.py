@@ -1,4 +1,4 @@
-"""Matrix products on Hopper that add a bias and a residual stream in their epilogue; see kernels/hopper_product.py.
+"""Matrix products on Hopper that add a bias and a residual stream in their epilogue; see kernels/hopper/product.py.
 
 The stream is read while a product is computed, and its sum is written where the product would be: the LayerNorm that
 follows finds it there, instead of reading both and writing it.
@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from kernels.hopper_product import (
+from kernels.hopper.product import (
     CHUNK,
     CHUNKS,
     LAYOUT,
@@ -27,7 +27,7 @@ from kernels.hopper_product import (
     shared_memory,
     tile_at,
 )
-from kernels.warpgroups import barrier, signature_of
+from kernels.hopper.warpgroups import barrier, signature_of
 
 
 @gluon.jit

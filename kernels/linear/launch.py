@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from kernels import products
+from kernels.hopper import selection as products
 from kernels.linear import definition
 
 

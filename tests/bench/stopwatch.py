@@ -1,9 +1,9 @@
 """What the tests of bench.attention share: a clock that needs no GPU, and made-up rows."""
 
-from bench import attention
-from bench.cells import CELLS, PASSES, Cell
-from bench.rows import empty_row
-from bench.timing import Gpu
+from bench.attention import program as attention
+from bench.attention.rows import empty_row
+from bench.attention.shapes import CELLS, PASSES, Cell
+from bench.common.timing import Gpu
 
 TINY = Cell("tiny", batch=2, seq_len=33, heads=2, head_dim=16)
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from bench import scaling
-from bench.trainers import Cell
+from bench.training.trainers import Cell
 from errors import UserError
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kernels.standard import standard_attention, visible
+from kernels.naive.definition import standard_attention, visible
 
 NAMES = "out", "dq", "dk", "dv"
 

@@ -19,6 +19,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from kernels.adamw import triton_kernel as adamw
+from kernels.common.launching import triton_version
 from kernels.cross_entropy import hopper as hopper_loss
 from kernels.cross_entropy import triton_kernels as cross_entropy
 from kernels.flash1 import launch as flash1_launch
@@ -38,7 +39,6 @@ from kernels.fused_softmax import triton_kernels as softmax
 from kernels.fused_softmax.op import LONGEST_ROW
 from kernels.gelu import hopper as hopper_gelu
 from kernels.gelu import triton_kernels as gelu
-from kernels.launcher import triton_version
 from kernels.layer_norm import triton_kernels as layer_norm
 from kernels.linear import hopper as hopper_linear
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from kernels.launcher import triton_version
+from kernels.common.launching import triton_version
 from tests.e2e import ROOT, python_path
 from tests.kernels import ahead_of_time
 from tests.kernels.ahead_of_time import SHAPES, SHARED_MEMORY

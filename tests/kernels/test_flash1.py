@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels import dropout
-from kernels.documents import document_bounds
+from kernels.common import dropout
+from kernels.common.documents import document_bounds
 from kernels.flash1 import definition, flash1, launch
-from kernels.standard import standard_attention
+from kernels.naive.definition import standard_attention
 from tests.kernels.accuracy import Case, assert_as_accurate, draw, outcome
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16

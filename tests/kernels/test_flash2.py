@@ -14,13 +14,14 @@ from torch import library
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels import checks, dropout
-from kernels.documents import document_bounds
-from kernels.flash2 import blocks, definition, flash2, flash2_packed, launch, op
+from kernels.common import checks, dropout
+from kernels.common.documents import document_bounds
+from kernels.common.launching import triton_version
+from kernels.flash2 import block_lists as blocks
+from kernels.flash2 import definition, flash2, flash2_packed, launch, op
 from kernels.flash2.options import Options
 from kernels.flash2.tiles import SPECIALISED, specialised_settings, tiles_for
-from kernels.launcher import triton_version
-from kernels.standard import standard_attention
+from kernels.naive.definition import standard_attention
 from tests.kernels.accuracy import Case, assert_as_accurate, draw, outcome
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16

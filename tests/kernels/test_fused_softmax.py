@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels import dropout
-from kernels.documents import document_bounds
+from kernels.common import dropout
+from kernels.common.documents import document_bounds
 from kernels.fused_softmax import definition, fused_softmax, triton_kernels
-from kernels.standard import standard_attention
+from kernels.naive.definition import standard_attention
 from tests.kernels.accuracy import Case, draw, outcome
 
 KERNEL_DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"

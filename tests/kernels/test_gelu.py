@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import library
 
-from kernels import products
 from kernels.gelu import definition, gelu_mlp, launch, triton_kernels
+from kernels.hopper import selection as products
 from tests.kernels.accuracy import is_rounded
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

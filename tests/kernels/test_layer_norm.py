@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, library
 
-from kernels import operators
+from kernels.common import registering as operators
 from kernels.layer_norm import definition, normalise, triton_kernels
 from tests.kernels.accuracy import is_rounded
 

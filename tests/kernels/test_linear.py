@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import library
 
-from kernels import products
+from kernels.hopper import selection as products
 from kernels.linear import launch, linear, weight_gradient
 from tests.kernels.accuracy import is_rounded
 

@@ -28,8 +28,8 @@ from tests.e2e import ROOT, TINY, curve, load, python_path, rows, run, train, wa
 from tests.several import SINGLE_NODE, ended, torchrun, train_on_two_nodes, train_together
 from trainer import checkpoint
 from trainer.checkpoint import find
-from trainer.distributed import World, choose_parallel, join
-from trainer.parallel import data_parallel, shard, synchronise_gradients
+from trainer.distributed.parallel import data_parallel, shard, synchronise_gradients
+from trainer.distributed.world import World, choose_parallel, join
 from trainer.precision import Compute
 from trainer.signals import StopRequest
 
@@ -404,7 +404,9 @@ def test_blocks_return_no_views_which_fsdp_warns_of(group):
 
 def test_micro_steps_but_the_last_keep_their_gradients(workplace, monkeypatch):
     asked = []
-    monkeypatch.setattr("trainer.parallel.synchronise_gradients", lambda model, wanted: asked.append(wanted))
+    monkeypatch.setattr(
+        "trainer.distributed.parallel.synchronise_gradients", lambda model, wanted: asked.append(wanted)
+    )
     train("run", "train.grad_accumulation=3", "train.max_steps=2").ok()
     assert asked == [False, False, True] * 2
 
@@ -443,7 +445,7 @@ def test_eval_only_by_several_processes_is_refused(workplace, monkeypatch):
 
 FAULT = """
 import sys, time, torch
-from trainer.distributed import join
+from trainer.distributed.world import join
 try:
     with join("ddp", "cpu", timeout_s=10) as world:
         world.sum(torch.ones(()))

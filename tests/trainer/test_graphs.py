@@ -13,7 +13,7 @@ from errors import UserError
 from model.attention import AttentionConfig, build_attention
 from model.gpt2 import GPT2, ModelConfig
 from tests.e2e import curve, load, train
-from trainer.distributed import World
+from trainer.distributed.world import World
 from trainer.graphs import MicroStepGraphs, are_graphs_wanted, check_graphs
 from trainer.precision import Compute
 from trainer.state import TrainState

@@ -5,11 +5,11 @@ import re
 import pytest
 import torch
 
-from kernels.standard import standard_attention
+from kernels.naive.definition import standard_attention
 from model.gpt2 import GPT2, ModelConfig
 from tests.e2e import train
 from trainer.config import TrainConfig
-from trainer.distributed import World
+from trainer.distributed.world import World
 from trainer.memory import candidates, out_of_memory
 from trainer.precision import Compute
 

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from bench import steps, trainers
 from bench.paper import cell, runner
+from bench.training import steps, trainers
 from model.gpt2 import ModelConfig
 
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from bench import trainers
+from bench.attention.rows import empty_row
+from bench.common.timing import Cpu
 from bench.paper import (
     blocks,
     counters,
@@ -26,11 +27,10 @@ from bench.paper import (
     training,
 )
 from bench.paper.config import PaperConfig
-from bench.rows import empty_row
-from bench.timing import Cpu
+from bench.training import trainers
 from data.loader import IGNORED
 from kernels.flash2.tiles import Tile, Tiles, tiles_for
-from kernels.standard import standard_attention
+from kernels.naive.definition import standard_attention
 from model.attention import AttentionConfig
 from model.gpt2 import ModelConfig
 from tests.bench.stopwatch import TINY, Stopwatch

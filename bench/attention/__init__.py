@@ -1,0 +1,1 @@
+"""python -m bench.attention: attention kernels side by side."""

@@ -1,0 +1,1 @@
+"""python -m bench.training: training steps side by side."""

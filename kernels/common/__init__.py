@@ -1,0 +1,1 @@
+"""Parts that several operators share: launching, registration, input checks, dropout, rounding."""

@@ -1,0 +1,1 @@
+"""Building blocks of the warp-specialised Gluon kernels for Hopper."""

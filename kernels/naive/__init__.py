@@ -1,0 +1,1 @@
+"""Standard attention, with every N x N matrix in memory."""

@@ -1,0 +1,52 @@
+import pytest
+import torch
+
+from bench.attention import accuracy
+from bench.attention.shapes import PASSES
+from kernels.flash2 import flash2
+from kernels.naive.definition import standard_attention
+from tests.bench.stopwatch import measure
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda q, k, v, **options: standard_attention(q, k, v, **options) * 1.1, "out is off by"),
+        (lambda q, k, v, causal, scale: standard_attention(q, k, v, causal=False, scale=scale), "out is off by"),
+        (lambda q, k, v, **options: standard_attention(q, k.detach() + 0 * k, v, **options), "dk is off by"),
+        (lambda q, k, v, **options: standard_attention(q, k, v, **options) / 0, "out is not finite"),
+        (lambda q, k, v, **options: standard_attention(q, k, v, **options)[:, 1:], "out has shape"),
+    ],
+    ids=["10 % off", "no mask", "a gradient is missing", "not finite", "another shape"],
+)
+def test_a_wrong_variant_is_a_failed_row_without_a_timing(wrong, message):
+    rows = measure({"flex": wrong, "flash2": flash2})
+    for pass_ in PASSES:
+        failed = rows["flex", pass_]
+        assert failed["status"] == "failed" and message in failed["message"]
+        assert failed["ms"] is failed["tflops"] is failed["peak_mib"] is None
+        assert rows["flash2", pass_]["status"] == "ok"
+
+
+def test_three_times_math_attentions_error_is_allowed_and_four_where_more_is_rounded():
+    truth = accuracy.Truth(pairs=(), exact=[], yardstick=[1e-3, 0.0])
+    exact = 2 * torch.finfo(torch.float32).eps
+    assert truth.allowed("flash2") == truth.allowed("naive") == pytest.approx([3e-3, exact])
+    assert truth.allowed("fused_softmax") == pytest.approx([4e-3, exact])
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_the_reference_in_chunks_is_the_reference(causal, monkeypatch):
+    inputs = torch.randn(4, 3, 40, 2, 8, dtype=torch.float64)
+    whole = accuracy.in_chunks(standard_attention, *inputs, causal=causal)
+    monkeypatch.setattr(accuracy, "CHUNK", 16)
+    chunked = accuracy.in_chunks(standard_attention, *inputs, causal=causal)
+    for one, other in zip(chunked, whole, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_picked_pairs_are_sequences_and_groups_of_heads():
+    x = torch.arange(3 * 5 * 4).view(3, 5, 4, 1)  # B 3, T 5, H 4
+    picked = accuracy.pick(x, 2, (torch.tensor([0, 2]), torch.tensor([1, 0])))
+    assert picked.shape == (2, 5, 2, 1)
+    assert torch.equal(picked[0], x[0, :, 2:]) and torch.equal(picked[1], x[2, :, :2])

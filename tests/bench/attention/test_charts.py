@@ -1,0 +1,29 @@
+from bench.attention import charts
+from bench.attention.contenders import available
+from bench.attention.shapes import CELLS, PASSES
+from model.attention import VARIANTS
+from tests.bench.stopwatch import made_up_rows, row
+
+
+def test_charts_are_drawn_from_rows(tmp_path):
+    results = tmp_path / "attention.json"
+    paths = charts.draw(made_up_rows(), results, {"gpu": "NVIDIA H200"})
+    assert [path.name for path in paths] == [f"attention-{p}.{suffix}" for p in PASSES for suffix in ("png", "svg")]
+    assert all(path.stat().st_size > 10_000 for path in paths)
+
+
+def test_charts_of_the_same_rows_are_the_same_bytes(tmp_path):
+    forward = [row for row in made_up_rows() if row["pass"] == "forward"]
+    drawn = [charts.draw(forward, tmp_path / name, {"gpu": "NVIDIA H200"})[1].read_bytes() for name in ("a", "b")]
+    assert drawn[0] == drawn[1]
+
+
+def test_charts_show_the_papers_shapes_alone(tmp_path):
+    assert charts.panel_of(row("flash2")) == charts.Panel(64, True)
+    others = [row("flash2", cell=cell) for cell in CELLS if not cell.name.startswith(("d64", "d128"))]
+    assert len(others) == 4 and not any(map(charts.panel_of, others))
+    assert charts.draw(others, tmp_path / "attention.json", {"gpu": None}) == []
+
+
+def test_every_variant_has_a_look():
+    assert {*available(), *VARIANTS, "fa2", "fa3"} - {"sdpa"} <= set(charts.LOOKS)

@@ -1,0 +1,388 @@
+"""bench.training without a GPU: tiny models, and a stopwatch for a clock."""
+
+import json
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from bench.common import results as results_file
+from bench.common.timing import Cpu
+from bench.training import floor, steps, trainers
+from bench.training import program as training
+from bench.training.breakdown import class_of, covered, summarise
+from bench.training.trainers import Cell, Trainer
+from data.loader import TrainLoader
+from errors import UserError
+from kernels.flash2 import flash2
+from model.gpt2 import GPT2, ModelConfig
+from tests.bench.stopwatch import Stopwatch
+
+EAGER = {"ours": Trainer("ours", "flash2", False), "huggingface": Trainer("huggingface", "naive", False)}
+
+
+@pytest.fixture
+def cell(monkeypatch):
+    shape = ModelConfig(n_layer=2, n_head=2, n_embd=32, context_length=16, vocab_size=trainers.VOCABULARY)
+    monkeypatch.setattr(Cell, "shape", lambda self: shape)
+    return Cell("gpt2", 16, (1, 2, 4))
+
+
+@pytest.mark.parametrize("name", EAGER)
+def test_a_step_changes_every_weight_and_a_parked_trainer_holds_none(name, cell):
+    job = {"ours": trainers.ours, "huggingface": trainers.huggingface}[name](cell, EAGER[name], "cpu")
+    before = {name: p.clone() for name, p in job.model.named_parameters()}
+    job.step(2)
+    assert all(not torch.equal(p, before[name]) for name, p in job.model.named_parameters())
+    job.park()
+    tensors = [*job.model.parameters(), *(x for s in job.optimizer.state.values() for x in s.values() if x.ndim)]
+    assert len(tensors) == 3 * len(before) and sum(x.untyped_storage().size() for x in tensors) == 0
+    job.resume()
+    assert all(p.eq(1).all() for n, p in job.model.named_parameters() if "ln_" in n and n.endswith("weight"))
+    job.step(1)
+    assert all(p.isfinite().all() for p in job.model.parameters())
+
+
+def test_the_second_step_of_a_micro_batch_captures_those_that_follow(cell, monkeypatch):
+    captured, replayed = [], []
+
+    def capture(model, state, config, compute):
+        captured.append(config.train.batch_size)
+        return lambda inputs, targets: replayed.append(len(inputs)) or torch.zeros(())
+
+    monkeypatch.setattr(trainers.train, "capture", capture)
+    monkeypatch.setattr(trainers.train, "optimizer_step", lambda *_: torch.zeros(()))
+    job = trainers.ours(cell, EAGER["ours"], "cpu")
+    for batch in (2, 2, 2, 4, 4):
+        job.step(batch)
+    assert (captured, replayed) == ([2, 4], [2, 2, 4])
+    job.park()
+    job.resume()
+    job.step(4)
+    job.step(4)
+    assert (captured, replayed) == ([2, 4, 4], [2, 2, 4, 4])
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_tokens_are_laid_out_as_a_loader_lays_them_out(batch):
+    """A compiled model is compiled anew for other strides, which no capture of its kernels outlives."""
+    shape = {"batch_size": batch, "context_length": 16, "vocab_size": 50257, "device": torch.device("cpu")}
+    with TrainLoader(np.zeros(99, np.uint16), seed=0, name="train.bin", **shape) as loader:
+        ((theirs, _),) = loader.next_batches(1, lambda act: act())
+    inputs, targets = trainers.tokens(batch, 16, "cpu")
+    assert inputs.shape == theirs.shape and inputs.stride() == targets.stride() == theirs.stride()
+    assert torch.equal(inputs[:, 1:], targets[:, :-1]) and targets.data_ptr() % 16 == 0
+
+
+class Job:
+    """Takes steps whose speed the stopwatch decides."""
+
+    def __init__(self, fails_at=None):
+        self.fails_at, self.log = fails_at, []
+
+    def step(self, batch):
+        self.log.append(batch)
+        if batch == self.fails_at:
+            raise torch.OutOfMemoryError("of course")
+
+    def park(self):
+        self.log.append("park")
+
+    @contextmanager
+    def alone(self):
+        self.log.append("resume")
+        try:
+            yield
+        finally:
+            self.park()
+
+
+def test_the_search_ends_where_the_speed_falls(cell):
+    """First steps, single ones and samples in turn: 16 tokens in 10 ms, 32 in 10 ms, 64 in 50 ms."""
+    job, gpu = Job(), Stopwatch([9000.0, 40.0, 10.0, 8000.0, 20.0, 10.0, 7000.0, 5.0, 50.0])
+    rows, best = steps.search(cell, EAGER["ours"], lambda: job, gpu)
+    assert [row["tokens_per_second"] for row in rows] == pytest.approx([1600, 3200, 1280])
+    assert [row["first_step_s"] for row in rows] == [9, 8, 7]
+    assert [row["best"] for row in rows] == [False, True, False]
+    assert best.row is rows[1] and best.steps == steps.MOST_STEPS and job.log[-1] == "park"
+
+
+def test_memory_is_that_of_a_step_with_the_moments_that_the_first_one_leaves(cell):
+    class Growing(Stopwatch):
+        def peak(self, call):
+            call()
+            return 2**30 * len(job.log)
+
+    job = Job()
+    rows, _ = steps.search(replace(cell, batches=(1,)), EAGER["ours"], lambda: job, Growing())
+    assert (rows[0]["peak_gib"], rows[0]["peak_of"]) == (2, "second step")
+
+
+def test_the_search_ends_where_memory_is_out(cell):
+    rows, best = steps.search(cell, EAGER["ours"], lambda: Job(fails_at=2), Stopwatch([1.0, 100.0]))
+    assert [row["status"] for row in rows] == ["ok", "oom"]
+    assert best.row is rows[0] and best.steps == 6  # which fill 0.6 s
+
+
+def test_a_first_step_of_minutes_is_the_only_one(cell):
+    rows, best = steps.search(cell, EAGER["ours"], Job, Stopwatch([121e3] * 3))
+    assert rows[0]["ms"] == 121e3 and rows[0]["message"] and best.steps == 0
+    steps.alternate(cell, [best], rounds=2, gpu=Stopwatch())
+    assert "samples" not in best.row
+
+
+def test_contenders_are_timed_in_turn_each_alone(cell):
+    jobs = [Job(), Job()]
+    contenders = [steps.Contender(tried(cell), job, 3) for job in jobs]
+    steps.alternate(cell, contenders, rounds=3, gpu=Stopwatch([1.0, 10.0, 3.0, 30.0, 2.0, 90.0]))
+    assert [contender.row["ms"] for contender in contenders] == [2, 30]
+    assert jobs[0].log == jobs[1].log == ["resume", 2, 2, "park"] * 3
+
+
+def test_no_second_round_is_begun_when_time_is_over(cell):
+    contender = steps.Contender(tried(cell), Job(), 3)
+    steps.alternate(cell, [contender], rounds=3, gpu=Stopwatch([5.0]), until=0)
+    assert contender.row["samples"] == [5.0] and contender.row["ms"] == 5
+
+
+def test_a_trainer_that_fails_when_it_is_timed_in_turn_does_not_end_the_others(cell):
+    """It gives its memory back, has no more turns, and its row tells."""
+    jobs = [Job(fails_at=2), Job()]
+    contenders = [steps.Contender(tried(cell), job, 3) for job in jobs]
+    steps.alternate(cell, contenders, rounds=3, gpu=Stopwatch([10.0, 30.0, 90.0]))
+    assert [contender.row["status"] for contender in contenders] == ["oom", "ok"]
+    assert jobs[0].log == ["resume", 2, "park"] and contenders[1].row["ms"] == 30
+
+
+def tried(cell) -> dict:
+    """The row of a trainer whose first steps went well."""
+    row = steps.empty_row(cell, EAGER["ours"], 2)
+    steps.complete(row, cell, 1.0)
+    return row
+
+
+def test_speed_and_flops_of_a_step(cell, monkeypatch):
+    """32 tokens in a millisecond; 6 FLOPs a weight but for positions, and 12 x 2 layers x 32 wide x 16 tokens."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    row = tried(cell)
+    weights = 2 * (12 * 32**2 + 13 * 32) + (50304 + 2) * 32
+    assert weights == GPT2(cell.shape(), flash2).n_params() and row["tokens_per_second"] == 32_000
+    assert row["tflops"] == pytest.approx(32_000 * (6 * weights + 12 * 2 * 32 * 16) / 1e12)
+    assert row["mfu"] == pytest.approx(row["tflops"] / 989, rel=1e-3)
+
+
+NANOGPT = """
+from types import SimpleNamespace
+import torch
+class GPTConfig:
+    def __init__(self, **sizes):
+        self.__dict__ |= sizes
+class GPT(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config, self.weight = config, torch.nn.Parameter(torch.ones(3, 3))
+        attention = torch.nn.Module()
+        attention.flash = True
+        self.transformer = torch.nn.ModuleDict({"h": torch.nn.ModuleList([torch.nn.ModuleDict({"attn": attention})])})
+    def forward(self, x, y):
+        return None, 1e6 * self.weight.sum()
+"""
+
+
+@pytest.mark.parametrize("attention", ["naive", "sdpa"])
+def test_nanogpts_model_is_as_wide_and_deep_as_ours_and_its_gradient_clipped(cell, tmp_path, monkeypatch, attention):
+    """At most one in norm; naive attention is what it does without torch's kernel, under a causal mask."""
+    (tmp_path / "model.py").write_text(NANOGPT)
+    job = trainers.nanogpt(
+        cell, Trainer("nanogpt", attention, False), "cpu", trainers.load_nanogpt(tmp_path / "model.py")
+    )
+    config, norms = job.model.config, []
+    assert (config.n_layer, config.n_head, config.n_embd, config.block_size) == (2, 2, 32, 16)
+    assert (config.vocab_size, config.bias, config.dropout) == (50304, True, 0)
+    attn = job.model.transformer.h[0].attn
+    assert attn.flash == (attention == "sdpa")
+    assert attention == "sdpa" or torch.equal(attn.bias[0, 0], torch.ones(16, 16).tril())
+    take = job.optimizer.step
+    monkeypatch.setattr(job.optimizer, "step", lambda: norms.append(job.model.weight.grad.norm()) or take())
+    job.step(2)
+    assert norms == [pytest.approx(1)]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [("def", "cannot be run as Python"), ("GPT = 1", "has no GPT and GPTConfig"), (None, "does not exist")],
+)
+def test_a_file_that_is_none_of_nanogpts_is_refused(tmp_path, text, sentence):
+    file = tmp_path / "model.txt"
+    if text:
+        file.write_text(text)
+    with pytest.raises(UserError, match=sentence):
+        training.run(training.parse(["--nanogpt", str(file)]))
+
+
+def test_the_floor_is_every_product_of_the_model_and_the_fastest_attention(cell, monkeypatch):
+    """Counted in multiplications, 6 a weight and token: those of 2 layers of 12 x 32^2 weights and of the head."""
+    with FlopCounterMode(display=False) as counter:
+        floor.products(cell, 2, "cpu")()
+    assert counter.get_total_flops() == 6 * 2 * 16 * (2 * 12 * 32**2 + trainers.PADDED * 32)
+    variants = {"slow": lambda *given, **options: time.sleep(0.02) or flash2(*given, **options), "flash2": flash2}
+    parts = floor.contenders(cell, 2, variants, Cpu())
+    calls = []
+    monkeypatch.setitem(variants, "flash2", lambda *given, **options: calls.append(1) or flash2(*given, **options))
+    with parts["attention"].job.alone():
+        parts["attention"].job.step(2)
+    assert len(calls) == 2, "one for each layer"
+    steps.alternate(cell, list(parts.values()), rounds=1, gpu=Stopwatch([5.0, 3.0]))
+    row = floor.row_of(cell, parts)
+    assert row["parts_ms"] == {"matmul": 5, "attention": 3} and row["ms"] == 8
+    assert (row["attention"], row["batch_size"], row["status"]) == ("flash2", 2, "ok")
+    assert all(part.job.call is None for part in parts.values())
+
+
+def test_a_floor_that_cannot_be_measured_is_a_row_that_says_so(cell):
+    def refuses(*given, **options):
+        raise ValueError("not this shape")
+
+    parts = floor.contenders(cell, 2, {"refuses": refuses}, Cpu())
+    steps.alternate(cell, list(parts.values()), rounds=1, gpu=Stopwatch())
+    row = floor.row_of(cell, parts)
+    assert row["status"] == "failed" and row["message"] == "no attention among refuses computes this shape"
+
+
+def test_speed_memory_and_floor_are_compared_at_the_best(cell):
+    def row(trainer, attention, batch, speed, gib, best=True, compiled=True):
+        made = steps.empty_row(cell, Trainer(trainer, attention, compiled), batch)
+        return made | {"tokens_per_second": speed, "peak_gib": gib, "best": best, "status": "ok"}
+
+    rows = [
+        row("ours", "flash2", 2, 500.0, 3.0, best=False),
+        row("ours", "flash2", 4, 600.0, 5.0),
+        row("nanogpt", "sdpa", 2, 400.0, 6.0),
+        row("huggingface", "naive", 1, 100.0, 9.0, compiled=False),
+        row("floor", "flash2", 4, 800.0, None, best=False, compiled=False),
+    ]
+    text = training.ratios(rows)
+    assert text.startswith("1.500 x nanogpt:sdpa, 6.000 x huggingface:naive:eager, 75.0% of the floor")
+    assert text.endswith("; memory x nanogpt:sdpa 0.50 at batch 2")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("main_kernel", "attention"),
+        ("backward_kernel", "attention"),
+        ("softmax_gradient_kernel", "attention"),
+        ("add_pieces_kernel", "attention"),
+        ("void at::native::cunn_SoftMaxForward<8, float, float, float, SoftMaxForwardEpilogue>", "attention"),
+        ("void at::native::cunn_SoftMaxForward<8, float, float, float, LogSoftMaxForwardEpilogue>", "head and loss"),
+        ("void pytorch_flash::flash_fwd_kernel<...>", "attention"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26", "attention"),
+        ("triton_red_fused__softmax__to_copy_masked_fill_3", "attention"),
+        ("cross_entropy_kernel", "head and loss"),
+        ("triton_red_fused__log_softmax__log_softmax_backward_data__to_copy_nll_loss_backward", "head and loss"),
+        ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT", "matmul"),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int>", "matmul"),
+        ("void at::native::multi_tensor_apply_kernel<FusedOptimizerTensorListMetadata>", "optimizer"),
+        ("gelu_gradient_kernel", "normalisation and elementwise"),
+        ("linear_gelu_kernel", "matmul"),
+        ("linear_exponentials_kernel", "matmul"),
+        ("linear_sum_kernel", "matmul"),
+        ("cross_entropy_sums_kernel", "head and loss"),
+        ("triton_per_fused__to_copy_add_native_layer_norm_5", "normalisation and elementwise"),
+    ],
+)
+def test_a_kernel_is_told_by_its_name(kernel, kind):
+    assert class_of(kernel) == kind
+
+
+def test_idle_is_what_no_kernel_covers():
+    assert covered([(0, 10), (5, 12), (20, 25), (21, 22)]) == 17
+    kernels = [("nvjet", 0, 4000), ("gelu_kernel", 3000, 5000), ("main_kernel", 9000, 10000)]
+    parts = summarise(kernels, steps=2)
+    assert (parts["matmul"], parts["attention"], parts["idle"]) == (2, 0.5, 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--cells", "gpt5"], "--cells gpt5 is unknown"),
+        (["--trainers", "ours:magic"], "--trainers ours:magic is unknown"),
+        (["--trainers", "nanogpt:sdpa"], "--trainers names nanogpt, whose model.py is not given; add --nanogpt"),
+        (["--fa3-library", "nowhere.so"], "nowhere.so"),
+    ],
+)
+def test_what_is_unknown_is_refused_before_anything_is_measured(given, message):
+    with pytest.raises(UserError, match=message):
+        training.run(training.parse(given))
+
+
+def test_without_its_file_nanogpt_is_left_out():
+    chosen = training.chosen_trainers(training.parse([]), Cell("gpt2", 2048, (1,)))
+    assert list(map(str, chosen)) == ["ours:flash2"]
+
+
+def test_only_what_is_measured_as_it_is_meant_to_be_takes_the_place_of_the_results():
+    parts = [
+        "--cells=gpt2_1k",
+        "--trainers=ours:flash2",
+        "--batches=4",
+        "--no-floor",
+        "--activation-checkpointing=full",
+    ]
+    assert [training.is_whole(training.parse([part])) for part in parts] == [False] * 5
+    assert training.is_whole(training.parse(["--breakdown", "--rounds=3"]))
+
+
+def test_micro_batches_are_tried_from_the_smallest():
+    (cell,) = training.chosen_cells(training.parse(["--cells=gpt2_1k", "--batches=64,32,64"]))
+    assert cell.batches == (32, 64)
+
+
+@pytest.fixture
+def measured(tmp_path, monkeypatch):
+    """bench.training with made-up rows, the file that has some of two cells, and where it runs."""
+    here = {"gpu": "a", "driver": "b", "torch": "c", "triton": "d", "commit": "e"}
+    monkeypatch.setattr(results_file, "environment", lambda: dict(here))
+    monkeypatch.setattr(training, "Gpu", Cpu)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+
+    def measure(cell, arguments, gpu, until):
+        assert until - time.monotonic() == pytest.approx(arguments.budget_seconds, abs=60)
+        if cell.context_length == 8192:
+            raise KeyboardInterrupt
+        return [steps.empty_row(cell, EAGER["ours"], 1) | {"status": "ok", "best": False}]
+
+    monkeypatch.setattr(training, "measure", measure)
+    cells = training.chosen_cells(training.parse(["--cells=gpt2_1k,gpt2_8k,gpt2_16k"]))
+    rows = [steps.empty_row(cell, EAGER["ours"], 1) | {"status": "ok"} for cell in cells]
+    out = tmp_path / "training.json"
+    out.write_text(json.dumps({"environment": here, "rows": rows}))
+    here["commit"] = "f"
+    return out, here
+
+
+def test_rows_stay_until_others_of_their_cell_take_their_place(measured):
+    """Those of a cell in which the run is interrupted too; they are of the commit that the file was of."""
+    out, _ = measured
+    with pytest.raises(KeyboardInterrupt):
+        training.run(training.parse(["--cells=gpt2_1k,gpt2_8k", "--add", f"--out={out}"]))
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["context_length"], row["commit"]) for row in rows] == [(8192, "e"), (16384, "e"), (1024, "f")]
+
+
+def test_rows_of_another_machine_or_benchmark_are_not_added_to(measured):
+    out, here = measured
+    here["torch"] = "g"
+    before = out.read_text()
+    with pytest.raises(UserError, match="torch c, not g; without --add all is measured anew"):
+        training.run(training.parse(["--cells=gpt2_1k", "--add", f"--out={out}"]))
+    assert out.read_text() == before
+    out.write_text(json.dumps({"environment": here, "rows": [{"variant": "flash2"}]}))
+    with pytest.raises(UserError, match="holds rows of another benchmark; name another file by --out"):
+        training.run(training.parse(["--cells=gpt2_1k", "--add", f"--out={out}"]))
