@@ -1,87 +1,64 @@
-"""The one exception for mistakes a user can mend, and how a program ends by it."""
+"""UserError, the exception for mistakes that a user can fix, and how a program prints it."""
 
-import os
+import math
 import re
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import NoReturn
 
 
 class UserError(Exception):
-    """Bad input, in one sentence that names the thing and the remedy.
+    """Bad input, described in one sentence that names the value and the remedy.
 
-    Entry points print it without a traceback and exit with status 2; anything else that is raised is a bug and keeps
-    its traceback.
+    Entry points print the sentence without a traceback and exit with status 2. Other exceptions are bugs and keep their
+    traceback.
     """
 
 
+def check_choice(key: str, value: object, choices: Iterable[str]) -> None:
+    """Refuse a setting that is not one of `choices`."""
+    if value not in choices:
+        raise UserError(f"{key}={value} is unknown; choose one of {', '.join(choices)}")
+
+
+def check_range(key: str, value: float | None, low: float, high: float | None = None) -> None:
+    """Refuse a number that is below `low`, above `high`, infinite or NaN. None is accepted."""
+    if value is not None and not (low <= value < math.inf and (high is None or value <= high)):
+        upper = "" if high is None else f" and at most {high}"
+        raise UserError(f"{key}={value} must be at least {low}{upper}")
+
+
 def refuse(sentence: str) -> NoReturn:
-    """Ends the program with a sentence, in one line whatever it quotes, and status 2."""
+    """Print the sentence in one line on stderr, and end the program with status 2."""
     print(f"error: {' '.join(sentence.splitlines())}", file=sys.stderr)
     sys.exit(2)
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an error says, or its kind where it says nothing."""
+    """Return the first line of an error's message, or its type if the message is empty."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
 
 def two_sentences(error: BaseException) -> str:
-    """The first two of what an error says: where the GPU's memory ran out torch goes on at length."""
+    """Return the first two sentences of an error's message. torch's out-of-memory errors have many more."""
     return ". ".join(first_line(error).split(". ")[:2]).rstrip(".")
 
 
 def described(error: BaseException) -> str:
-    """The kind of an error and the first line of what it says."""
+    """Return the type of an error and the first line of its message."""
     return f"{type(error).__name__}: {first_line(error)}"
 
 
-def interrupted() -> NoReturn:
-    """Ends the program after Ctrl-C, with the status that shells give it."""
-    print("interrupted", file=sys.stderr)
-    sys.exit(130)
-
-
-def before_imports() -> None:
-    """From here to after_imports Ctrl-C ends the program at once, and raises nothing: amid the imports of torch, which
-    take seconds, an exception is told at length, or swallowed."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _end_at_once)
-
-
-def _end_at_once(*_) -> NoReturn:
-    os.write(2, b"interrupted\n")
-    os._exit(130)
-
-
-def after_imports() -> None:
-    """Ctrl-C raises KeyboardInterrupt again."""
-    if signal.getsignal(signal.SIGINT) is _end_at_once:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 def is_of_memory(error: BaseException) -> bool:
-    """Whether a machine's memory, or its GPU's, ran out."""
+    """Return whether host or GPU memory ran out."""
     return isinstance(error, MemoryError) or is_of_gpu_memory(error) or "DefaultCPUAllocator" in str(error)
 
 
 def is_of_gpu_memory(error: BaseException) -> bool:
-    """Whether a GPU's memory ran out: by torch's class for it, which takes seconds to import and so is known by its
-    name, or by what Triton, CUDA or cuBLAS say."""
-    told = isinstance(error, RuntimeError) and re.search(r"out of memory|ALLOC_FAILED", str(error), re.IGNORECASE)
-    return type(error).__name__ == "OutOfMemoryError" or bool(told)
+    """Return whether GPU memory ran out. Triton, CUDA and cuBLAS have no class for it, so this reads their messages.
 
-
-@contextmanager
-def refusing() -> Iterator[None]:
-    """Around what an entry point does: a UserError ends the program as it asks for, and Ctrl-C without a traceback."""
-    after_imports()
-    try:
-        yield
-    except UserError as error:
-        refuse(str(error))
-    except KeyboardInterrupt:
-        interrupted()
+    torch's class is compared by name, because importing torch takes seconds.
+    """
+    of_library = isinstance(error, RuntimeError) and re.search(r"out of memory|ALLOC_FAILED", str(error), re.IGNORECASE)
+    return type(error).__name__ == "OutOfMemoryError" or bool(of_library)

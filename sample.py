@@ -1,10 +1,5 @@
 """Continue a text with a trained GPT-2: python sample.py checkpoint=... prompt="..." (see python sample.py --help)."""
 
-if __name__ == "__main__":
-    from errors import before_imports
-
-    before_imports()
-
 import torch
 
 from conf.cli import launch
@@ -18,7 +13,7 @@ from trainer.precision import choose_compute
 
 
 def sample(config: SampleConfig) -> None:
-    """Streams the continuations to stdout."""
+    """Print the continuations while they are generated."""
     compute = choose_compute(config.device, config.precision)
     model, tokenizer_name = load_model(config.checkpoint, config.attention)
     tokenizer = get_tokenizer(tokenizer_name)
@@ -28,28 +23,20 @@ def sample(config: SampleConfig) -> None:
     prompt = tokenizer.encode(config.prompt) or [tokenizer.eot]
     if max(prompt) >= shape.vocab_size:
         raise UserError(
-            f"the prompt holds token {max(prompt)}, but checkpoint={config.checkpoint} knows only "
-            f"{shape.vocab_size}; give a prompt without it"
+            f"prompt holds token {max(prompt)}, but checkpoint={config.checkpoint} has a vocabulary of "
+            f"{shape.vocab_size}; give a prompt without that token"
         )
     model.to(compute.device).eval()
-    generator = torch.Generator().manual_seed(config.seed)
+    options = {key: getattr(config, key) for key in ("max_tokens", "temperature", "top_k", "top_p")}
+    options |= {"generator": torch.Generator().manual_seed(config.seed)}
+    options |= {"stop": tokenizer.eot, "vocab_size": tokenizer.vocab_size}
     for number in range(config.num_samples):
         if number:
             print("\n" + "-" * 80)
         print(config.prompt, end="", flush=True)
         decode = tokenizer.stream_decoder()
         with compute.autocast():
-            for token in generate(
-                model,
-                prompt,
-                max_tokens=config.max_tokens,
-                temperature=config.temperature,
-                top_k=config.top_k,
-                top_p=config.top_p,
-                generator=generator,
-                stop=tokenizer.eot,
-                vocab_size=tokenizer.vocab_size,
-            ):
+            for token in generate(model, prompt, **options):
                 print(decode(token), end="", flush=True)
     print()
 

@@ -1,11 +1,14 @@
-"""Runs side by side in wandb, as a workspace and as a report: python -m bench.dashboard --help.
+"""Compare the runs of a wandb project in a workspace and a report.
 
-The runs of a project, grouped by attention and then by context length: loss and perplexity, speed and memory over
-tokens, and what they came to against context length. The definition, in wandb's own format, is written to a file; where
-there is an account it is published as well, each time as a new workspace and a new report.
+Both group the runs by attention and then by context length. They show loss, perplexity, speed and memory over tokens,
+and the last values over the context length. The definition is written to a file in wandb's own format. With a wandb
+account it is also published, each time as a new workspace and a new report.
+
+Offline runs must be uploaded first:
+  wandb sync outputs/*/wandb/offline-run-* multirun/*/*/wandb/offline-run-*
 """
 
-import argparse
+from dataclasses import dataclass
 from pathlib import Path
 
 import wandb
@@ -13,9 +16,9 @@ import wandb_workspaces.reports.v2 as wr
 import wandb_workspaces.workspaces as ws
 from wandb_workspaces.reports.v2.interface import Panel
 
-from bench.common.command_line import output_file
+from bench.common.command_line import check_output_file, launch
 from bench.common.results import write
-from errors import UserError, described, refusing
+from errors import UserError, described
 from trainer.loggers import WandbConfig, server_problem
 
 GROUPS = ("attention.name", "model.context_length")
@@ -32,154 +35,118 @@ COST = {
     "perf/mfu": "MFU",
     "memory/peak_allocated_gib": "peak GPU memory, GiB",
 }
-# Perplexity falls by orders of magnitude.
-LOGARITHMIC = ("val/perplexity", "train/perplexity")
+LOGARITHMIC = ("val/perplexity", "train/perplexity")  # perplexity falls by orders of magnitude
+
+
+@dataclass
+class DashboardSettings:
+    """Which runs to compare."""
+
+    project: str = WandbConfig.project
+    """wandb.project of the runs."""
+    entity: str | None = None
+    """User or team that owns the project; by default that of the account."""
+    group: str | None = None
+    """Only the runs of this wandb.group; for a sweep, the name of its folder."""
+    out: str = "outputs/dashboard.json"
+    """File for the definition, as JSON."""
+
+    def __post_init__(self):
+        check_output_file("out", self.out)
+        if set(self.group or "") & set("'\\<=>"):
+            raise UserError(f"group={self.group} contains one of ' \\ < = >, which wandb's filters misread; omit group")
 
 
 def panels() -> dict[str, list[Panel]]:
-    """The panels of a workspace or a report, by section; each call makes new ones, for a panel belongs to one page."""
+    """Return the panels by section. Each call makes new panels, because a panel belongs to one page."""
+
+    def curves(metrics: dict[str, str]) -> list[Panel]:
+        log_y = {key: True for key in LOGARITHMIC}
+        return [wr.LinePlot(title=title, x="tokens", y=[key], log_y=log_y.get(key)) for key, title in metrics.items()]
+
+    last = {key: LEARNING[key] for key in ("val/loss", "val/perplexity")} | COST
+    bars = [wr.BarPlot(title=f"{title}: last value", metrics=[key]) for key, title in last.items()]
+    x = wr.Config("model.context_length")
+    points = [
+        wr.ScatterPlot(title=f"{title}: last value over context length", x=x, y=wr.SummaryMetric(key), log_x=True)
+        for key, title in last.items()
+    ]
     return {
-        "Loss and perplexity over tokens": [curve(key, title) for key, title in LEARNING.items()],
-        "Speed and memory over tokens": [curve(key, title) for key, title in COST.items()],
-        "By attention and context length": [
-            wr.BarPlot(title=f"{title}: last value", metrics=[key]) for key, title in last_values().items()
-        ],
-        "Over context length": [over_context(key, title) for key, title in last_values().items()],
+        "Loss and perplexity over tokens": curves(LEARNING),
+        "Speed and memory over tokens": curves(COST),
+        "By attention and context length": bars,
+        "Over context length": points,
         "Settings that differ": [wr.RunComparer(diff_only="split", layout=wr.Layout(w=24, h=12))],
     }
 
 
-def curve(key: str, title: str) -> wr.LinePlot:
-    """A metric over the tokens trained on."""
-    return wr.LinePlot(title=title, x="tokens", y=[key], log_y=True if key in LOGARITHMIC else None)
-
-
-def over_context(key: str, title: str) -> wr.ScatterPlot:
-    """The last value of a metric, one point for each attention and context length."""
-    x, y = wr.Config("model.context_length"), wr.SummaryMetric(key)
-    return wr.ScatterPlot(title=f"{title}: last value over context length", x=x, y=y, log_x=True)
-
-
-def last_values() -> dict[str, str]:
-    """Metrics, and their titles, of which the value at the end of a run tells how it went."""
-    return {key: LEARNING[key] for key in ("val/loss", "val/perplexity")} | COST
-
-
 def workspace(entity: str, project: str, group: str | None) -> ws.Workspace:
-    """The workspace that compares the runs of a project, or of one group of them."""
+    """Return the workspace that compares the runs of a project, or of one group in it."""
+    sections = []
+    for name, drawn in panels().items():
+        columns = ws.SectionLayoutSettings(columns=min(len(drawn), 3))
+        sections.append(ws.Section(name=name, panels=drawn, is_open=True, layout_settings=columns))
+    runs = ws.RunsetSettings(groupby=[ws.Config(key) for key in GROUPS], filters=only(group))
+    settings = ws.WorkspaceSettings(x_axis="tokens")
     return ws.Workspace(
-        name=TITLE,
-        entity=entity,
-        project=project,
-        sections=[section(name, drawn) for name, drawn in panels().items()],
-        settings=ws.WorkspaceSettings(x_axis="tokens"),
-        runset_settings=ws.RunsetSettings(groupby=[ws.Config(key) for key in GROUPS], filters=only(group)),
+        name=TITLE, entity=entity, project=project, sections=sections, settings=settings, runset_settings=runs
     )
 
 
-def section(name: str, drawn: list[Panel]) -> ws.Section:
-    """Panels side by side, three to a row."""
-    columns = ws.SectionLayoutSettings(columns=min(len(drawn), 3))
-    return ws.Section(name=name, panels=drawn, is_open=True, layout_settings=columns)
-
-
 def report(entity: str, project: str, group: str | None) -> wr.Report:
-    """The same as a page with a few words."""
     blocks = [wr.P("Runs are grouped by attention and then by context length; a line or a bar is a group's mean.")]
     for name, drawn in panels().items():
-        # A run set that names no project is that of the report.
+        # A run set without a project uses the project of the report.
         runs = wr.Runset(groupby=[f"config.{key}" for key in GROUPS], filters=only(group))
         blocks += [wr.H2(name), wr.PanelGrid(runsets=[runs], panels=drawn)]
     return wr.Report(title=TITLE, entity=entity, project=project, blocks=blocks, width="fluid")
 
 
 def only(group: str | None) -> ws.And | str:
-    """The filter that leaves the runs of a group; for None the empty one."""
+    """Return the filter for the runs of a group; for None, the empty filter."""
     return "" if group is None else ws.And(ws.Metric("Group") == group)
 
 
 def definition(page: ws.Workspace | wr.Report) -> dict:
-    """What the library uploads for a page, as plain values."""
+    """Return the data that the library uploads for a page, as plain values."""
     return page._to_model().model_dump(mode="json", by_alias=True, exclude_none=True)
 
 
 def publish(pages: list[wr.Report | ws.Workspace]) -> None:
-    """Saves pages in wandb and prints their addresses.
-
-    Raises:
-        UserError: wandb refuses.
-    """
     for page in pages:
         try:
             page.save()
-        except Exception as error:  # of many kinds: GraphQL's, the network's, wandb's and the library's own
+        except Exception as error:  # GraphQL, the network, wandb and the library raise different types
             raise UserError(
                 f"wandb did not take the {type(page).__name__.lower()} for {page.entity}/{page.project} "
-                f"({described(error)}); check --entity and --project, and the account with `wandb login --relogin`"
+                f"({described(error)}); check entity= and project=, or change the account with `wandb login --relogin`"
             ) from error
         print(f"{type(page).__name__.lower()}: {page.url}")
 
 
 def default_entity() -> str:
-    """The user or team that the account's runs belong to.
-
-    Raises:
-        UserError: the account is refused or has none.
-    """
     try:
         entity = wandb.Api().default_entity
     except Exception as error:
         raise UserError(f"wandb refuses the account ({described(error)}); run `wandb login --relogin`") from error
     if not entity:
-        raise UserError("this wandb account has no default entity; name a user or a team with --entity")
+        raise UserError("this wandb account has no default entity; name a user or a team with entity=NAME")
     return entity
 
 
-def group_name(text: str) -> str:
-    """The name of a group, for argparse: the library's filters take some signs in it for their own."""
-    if set(text) & set("'\\<=>"):
-        raise argparse.ArgumentTypeError(
-            f"{text} holds one of ' \\ < = >, which wandb's filters garble; leave --group out"
-        )
-    return text
-
-
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.dashboard",
-        description="Compares the runs of a wandb project in a workspace and a report.",
-        epilog="Offline runs get there by: wandb sync outputs/*/wandb/offline-run-* multirun/*/*/wandb/offline-run-*",
-    )
-    add = parser.add_argument
-    add("--project", default=WandbConfig.project, help=f"wandb.project of the runs ({WandbConfig.project})")
-    add("--entity", help="user or team that owns it; the account's own by default")
-    add("--group", type=group_name, help="only the runs of this wandb.group: for a sweep, its folder's name")
-    out = Path("outputs/dashboard.json")
-    add("--out", type=output_file, default=out, help=f"file for the definition, as JSON ({out})")
-    return parser.parse_args(argv)
-
-
-def run(arguments: argparse.Namespace) -> None:
-    """Writes the definition, and publishes it or says why not.
-
-    Raises:
-        UserError: there is an account, and wandb refuses what it is asked.
-    """
+def run(settings: DashboardSettings) -> None:
+    """Write the definition and publish it, or print why it is not published."""
     problem = server_problem(wandb.Settings(silent=True))
-    entity = arguments.entity or ("" if problem else default_entity())
-    # The report first: it creates a project that is not there yet.
-    pages = [make(entity, arguments.project, arguments.group) for make in (report, workspace)]
-    write(arguments.out, {type(page).__name__.lower(): definition(page) for page in pages})
-    print(f"{arguments.out} holds the definition of a report and a workspace for project {arguments.project}")
+    entity = settings.entity or ("" if problem else default_entity())
+    # The report comes first, because saving it creates a missing project.
+    pages = [make(entity, settings.project, settings.group) for make in (report, workspace)]
+    write(Path(settings.out), {type(page).__name__.lower(): definition(page) for page in pages})
+    print(f"{settings.out} holds the definition of a report and a workspace for project {settings.project}")
     if problem:
-        return print(f"nothing is published: wandb finds {problem}, and then run this command again")
-    publish(pages)
-
-
-def main() -> None:
-    with refusing():
-        run(parse())
+        print(f"nothing is published: wandb finds {problem}, and then run this command again")
+    else:
+        publish(pages)
 
 
 if __name__ == "__main__":
-    main()
+    launch(run, DashboardSettings)

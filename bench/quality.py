@@ -1,50 +1,137 @@
-"""Is speed paid for by quality? The fast step and a plain one from the same weights on the same tokens.
+"""Checks that the fast step trains as well as a plain one, from the same weights on the same tokens.
 
-    python -m bench.quality tokens/wikipedia
-    python -m bench.quality tokens/wikipedia --seeds 1,2,3 --control
+The fast step is train.py's, compiled: flash2, the chunked loss, fused kernels and a fused optimizer. The plain step
+shares no code with it: Hugging Face's GPT-2 with eager attention, cross-entropy in fp32 over all logits,
+clip_grad_norm_ and torch's unfused AdamW, under bf16 autocast, not compiled.
 
-Training amplifies differences of the last bit, so that two plain runs too end apart: --control trains the plain model
-again by torch's own attention, which differs by rounding alone, and several seeds show what is no chance. The mean of
-the seeds' differences, in which chance cancels, may be 0.01 nats; the control is there to be looked at.
+Training amplifies rounding, so two plain runs also end at different losses. control=true shows this: it trains the
+plain model again with torch's fused attention. The program fails if the fast runs end more than 0.01 nats above or
+below the plain ones, on average over the seeds.
 
-The fast step is train.py's: flash2, the chunked loss, the fused kernels and optimizer, compiled. The plain one shares
-no line of it: Hugging Face's GPT-2 with eager attention, cross-entropy in fp32 over whole logits, clipping by
-clip_grad_norm_ and torch's AdamW without fusion, under bf16 autocast, not compiled.
+Example: python -m bench.quality tokens=tokens/wikipedia seeds=[1,2,3] control=true
 """
 
-import argparse
 import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from omegaconf import MISSING
 from rich.progress import track
 from torch import Tensor, nn
 
-from bench.common.command_line import output_file, positive, sizes
+from bench.common.command_line import check_choice, check_output_file, check_positive, launch
 from bench.common.results import environment, results_folder, write
-from bench.training.trainers import DTYPE, VOCABULARY, Cell, Trainer, ours
+from bench.training.trainers import DTYPE, VOCABULARY, Trainer, TrainingCell, ours
 from data.config import DataConfig
 from data.loader import TrainLoader
 from data.tokens import open_tokens
-from errors import UserError, refusing
+from errors import UserError
 from model.huggingface import save_pretrained
 from trainer.loggers import finite
 from trainer.optimizer import OptimizerConfig, learning_rate
 
 TOLERANCE = 0.01  # nats between the mean losses of the last steps
-LAST = 100  # of them
-SETTINGS = OptimizerConfig()
+LAST = 100  # of these steps
+OPTIMIZER = OptimizerConfig()
+
+
+@dataclass
+class QualitySettings:
+    """What `python -m bench.quality` reads."""
+
+    tokens: str = MISSING
+    """Folder of GPT-2 tokens, made by data.prepare."""
+    model: str = "gpt2"
+    """A model of conf/model."""
+    context_length: int = 1024
+    """Tokens of a sequence."""
+    batch: int = 16
+    """Sequences of a step."""
+    steps: int = 1000
+    """Steps of each run."""
+    seeds: list[int] = field(default_factory=lambda: [1])
+    """Seeds of the weights and of the order of the data."""
+    control: bool = False
+    """Also train the plain model with torch's fused attention."""
+    device: str = "cuda"
+    """cuda or cpu."""
+    out: Path | None = None
+    """File to write. null writes bench/results/<this GPU>/quality.json."""
+
+    def __post_init__(self):
+        check_positive(self, "context_length", "batch", "steps", most=2**20)
+        check_positive(self, "seeds", most=2**32 - 1)
+        check_choice("device", self.device, ("cuda", "cpu"))
+        check_output_file("out", self.out)
+
+
+def run(settings: QualitySettings) -> None:
+    """Train all, write the curves, and exit with status 1 if the fast runs end elsewhere than the plain ones."""
+    if not abs(compare(settings)) <= TOLERANCE:  # also true of NaN
+        sys.exit(1)
+
+
+def compare(settings: QualitySettings) -> float:
+    """Train all and write the curves. Return how far the fast runs end above the plain ones on average, in nats."""
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("device=cuda finds no GPU; use device=cpu with a small model, such as model=gpt2-nano")
+    cell = TrainingCell(settings.model, settings.context_length, (settings.batch,))
+    cell.shape()  # refuses an unknown model
+    tokens = open_tokens(DataConfig(name="tokens", dir=settings.tokens, tokenizer="gpt2"))
+    out = settings.out or results_folder(None) / "quality.json"
+    about = {"environment": environment(), "model": cell.name, "batch_size": settings.batch}
+    rows, ends = [], {}
+    for seed in settings.seeds:
+        for name, curve in curves(cell, tokens.train, seed, settings):
+            ends.setdefault(name, []).append(end := statistics.mean(curve[-LAST:]))
+            losses = [finite(loss) for loss in curve]
+            rows.append({"trained_by": name, "seed": seed, "end": finite(end), "loss_curve": losses})
+            write(out, about | {"rows": rows})
+    print(f"mean loss of the last {min(LAST, settings.steps)} of {settings.steps} steps")
+    for number, seed in enumerate(settings.seeds):
+        print(f"seed {seed}: " + ", ".join(f"{name} {of_seeds[number]:.4f}" for name, of_seeds in ends.items()))
+    plain = statistics.mean(ends.pop("plain"))
+    above = {name: statistics.mean(of_seeds) - plain for name, of_seeds in ends.items()}
+    print(", ".join(f"{name} {nats:+.4f}" for name, nats in above.items()) + " nats from plain")
+    print(f"at most {TOLERANCE} wanted; written to {out}")
+    return above["fast"]
+
+
+def curves(
+    cell: TrainingCell, tokens: np.ndarray, seed: int, settings: QualitySettings
+) -> Iterator[tuple[str, list[float]]]:
+    """Yield the name (fast, plain, control) and the losses of each run of a seed."""
+    device, steps = settings.device, settings.steps
+    shape = {"batch_size": settings.batch, "context_length": settings.context_length, "vocab_size": VOCABULARY}
+
+    def loader() -> TrainLoader:
+        return TrainLoader(tokens, seed=seed, device=torch.device(device), name="train.bin", **shape)
+
+    def train(name: str, losses: Iterator[Tensor]) -> tuple[str, list[float]]:
+        shown = track(losses, description=f"{name}, seed {seed}", total=steps)
+        return name, torch.stack(list(shown)).tolist()
+
+    torch.manual_seed(seed)
+    with closing(loader()) as batches:
+        job = ours(cell, Trainer("ours", "flash2", device == "cuda"), device, batches, max_steps=steps)
+        attentions = {"plain": "eager"} | ({"control": "sdpa"} if settings.control else {})
+        peers = {name: plain(job.model, attention, device) for name, attention in attentions.items()}
+        yield train("fast", fast_losses(partial(job.step, settings.batch), steps))
+    for name, peer in peers.items():
+        with closing(loader()) as batches:
+            yield train(name, plain_losses(peer, iter(batches), steps))
 
 
 def plain(model: nn.Module, attention: str, device: str) -> nn.Module:
-    """Hugging Face's GPT-2 with the weights of `model`, and transformers' attention of that name."""
+    """Return Hugging Face's GPT-2 with the weights of `model`, and transformers' attention of that name."""
     from transformers import GPT2LMHeadModel  # slow to import
 
     with tempfile.TemporaryDirectory() as folder:
@@ -54,110 +141,31 @@ def plain(model: nn.Module, attention: str, device: str) -> nn.Module:
 
 
 def plain_losses(model: nn.Module, batches: Iterator, steps: int) -> Iterator[Tensor]:
-    """Trains the plain model; the loss of each step."""
+    """Train the plain model and yield the loss of each step."""
     decayed = [p for p in model.parameters() if p.ndim >= 2]
     others = [p for p in model.parameters() if p.ndim < 2]
-    groups = [{"params": decayed, "weight_decay": SETTINGS.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    betas = SETTINGS.beta1, SETTINGS.beta2
-    optimizer = torch.optim.AdamW(groups, betas=betas, eps=SETTINGS.eps, foreach=False, fused=False)
+    groups = [{"params": decayed, "weight_decay": OPTIMIZER.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    betas = OPTIMIZER.beta1, OPTIMIZER.beta2
+    optimizer = torch.optim.AdamW(groups, betas=betas, eps=OPTIMIZER.eps, foreach=False, fused=False)
     for step in range(steps):
         inputs, targets = next(batches)
         with torch.autocast(inputs.device.type, DTYPE):
             logits = model(input_ids=inputs).logits
         loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), SETTINGS.grad_clip)
+        nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.grad_clip)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, SETTINGS, steps)
+            group["lr"] = learning_rate(step, OPTIMIZER, steps)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         yield loss.detach()
 
 
-def fast_losses(step: Callable[[], tuple[Tensor, float]], steps: int) -> Iterator[Tensor]:
-    """Trains by train.py's step; the loss of each."""
+def fast_losses(step: Callable[[], Tensor], steps: int) -> Iterator[Tensor]:
+    """Train with train.py's step and yield the loss of each step."""
     for _ in range(steps):
-        yield step()[0][0]
-
-
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.quality", description=__doc__.partition("\n")[0])
-    parser.add_argument("tokens", type=Path, help="folder of GPT-2 tokens, as data.prepare makes it")
-    parser.add_argument("--model", default="gpt2", help="of conf/model (gpt2)")
-    parser.add_argument("--context-length", type=positive, default=1024, help="tokens of a sequence (1024)")
-    parser.add_argument("--batch", type=positive, default=16, help="sequences a step (16)")
-    parser.add_argument("--steps", type=positive, default=1000, help="of each run (1000)")
-    parser.add_argument("--seeds", type=sizes, default=(1,), help="of weights and order, separated by commas (1)")
-    parser.add_argument("--control", action="store_true", help="a second plain run too, by another attention")
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--gpu", help="folder under bench/results; by default made of the device's name")
-    parser.add_argument("--out", type=output_file, help="file to write instead of bench/results/<gpu>/quality.json")
-    return parser.parse_args(argv)
-
-
-def run(arguments: argparse.Namespace) -> float:
-    """Trains all, writes the curves; returns by how many nats the fast runs end above the plain ones, on average."""
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("bench.quality trains on a GPU and finds none; give --device cpu and a small --model")
-    cell = Cell(arguments.model, arguments.context_length, (arguments.batch,))
-    tokens = open_tokens(DataConfig(name="tokens", dir=str(arguments.tokens), tokenizer="gpt2"))
-    out = arguments.out or results_folder(arguments.gpu) / "quality.json"
-    rows, where = [], {"environment": environment(), "model": cell.name, "batch_size": arguments.batch}
-    for seed in arguments.seeds:
-        for name, curve in curves(cell, tokens.train, seed, arguments):
-            end = statistics.mean(curve[-LAST:])
-            rows.append({"trained_by": name, "seed": seed, "end": end, "loss_curve": curve})
-            write(out, where | {"rows": [written(row) for row in rows]})
-    ends = {(row["seed"], row["trained_by"]): row["end"] for row in rows}
-    names = list(dict.fromkeys(row["trained_by"] for row in rows))
-    print(f"mean loss of the last {min(LAST, arguments.steps)} of {arguments.steps} steps")
-    for seed in arguments.seeds:
-        print(f"seed {seed}: " + ", ".join(f"{name} {ends[seed, name]:.4f}" for name in names))
-    above = {
-        name: statistics.mean(ends[seed, name] - ends[seed, "plain"] for seed in arguments.seeds) for name in names
-    }
-    print(", ".join(f"{name} {above[name]:+.4f}" for name in names if name != "plain") + " nats from plain")
-    print(f"at most {TOLERANCE} wanted; written to {out}")
-    return above["fast"]
-
-
-def written(row: dict) -> dict:
-    """The row as JSON can have it."""
-    return row | {"end": finite(row["end"]), "loss_curve": [finite(loss) for loss in row["loss_curve"]]}
-
-
-def curves(
-    cell: Cell, tokens: np.ndarray, seed: int, arguments: argparse.Namespace
-) -> Iterator[tuple[str, list[float]]]:
-    """The runs of one seed: who trained, and the loss of each step."""
-    device, steps = arguments.device, arguments.steps
-    shape = {"batch_size": arguments.batch, "context_length": arguments.context_length, "vocab_size": VOCABULARY}
-
-    def loader() -> TrainLoader:
-        return TrainLoader(tokens, seed=seed, device=torch.device(device), name="train.bin", **shape)
-
-    torch.manual_seed(seed)
-    with closing(loader()) as batches:
-        job = ours(cell, Trainer("ours", "flash2", device == "cuda"), device, batches, max_steps=steps)
-        attentions = {"plain": "eager"} | ({"control": "sdpa"} if arguments.control else {})
-        peers = {name: plain(job.model, attention, device) for name, attention in attentions.items()}
-        yield "fast", trained("fast", seed, fast_losses(partial(job.step, arguments.batch), steps), steps)
-    for name, peer in peers.items():
-        with closing(loader()) as batches:
-            yield name, trained(name, seed, plain_losses(peer, iter(batches), steps), steps)
-
-
-def trained(name: str, seed: int, losses: Iterator[Tensor], steps: int) -> list[float]:
-    """Takes all steps, and shows how far it is."""
-    return torch.stack(list(track(losses, description=f"{name}, seed {seed}", total=steps))).tolist()
-
-
-def main() -> None:
-    with refusing():
-        above = run(parse())
-    if not abs(above) <= TOLERANCE:  # nor where it is no number
-        sys.exit(1)
+        yield step()[0]
 
 
 if __name__ == "__main__":
-    main()
+    launch(run, QualitySettings)

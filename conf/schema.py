@@ -1,22 +1,19 @@
-"""The typed schema behind conf/*.yaml: every key, its type, its default and its meaning.
+"""The typed schema of conf/*.yaml: the type, default and meaning of each key.
 
-The schema of a group lies with the code that reads it: model/attention.py, model/gpt2.py, data/config.py and trainer/.
+The schema of a group is in the file of the code that reads it: in model/, data/ and trainer/.
 """
 
-import math
 from dataclasses import dataclass, field
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
-from bench.paper.config import PaperConfig
 from data.config import DataConfig
-from errors import UserError
-from model.attention import AttentionConfig
+from errors import UserError, check_range
+from model.attention import VARIANTS, AttentionConfig
 from model.gpt2 import ModelConfig
-from trainer.checkpoint import CheckpointConfig
+from trainer.checkpoint.config import CheckpointConfig
 from trainer.config import TrainConfig
-from trainer.evaluation import EvaluationConfig
 from trainer.loggers import WandbConfig
 from trainer.optimizer import OptimizerConfig
 from trainer.precision import PrecisionConfig
@@ -24,9 +21,9 @@ from trainer.precision import PrecisionConfig
 
 @dataclass
 class Config:
-    """What `python train.py` reads."""
+    """Settings of `python train.py`."""
 
-    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    attention: AttentionConfig = MISSING
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = MISSING
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -34,56 +31,49 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
-    eval_only: bool = False
-    """Do not train: score the model that `checkpoint=` names on the whole of the validation tokens."""
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    replay: str | None = None
-    """Do not train: run the batch of a file in a run's replay folder again, with that run's settings, by the checkpoint
-    that the file names or by the model of `checkpoint=`."""
     device: str = "auto"
-    """auto (the GPU where there is one), cpu or cuda."""
+    """auto (the GPU if the machine has one), cpu or cuda."""
     parallel: str | None = None
-    """How processes that torchrun or hydra/launcher=slurm started train together: ddp (each holds the whole model),
-    fsdp (weights, gradients and moments are split among all) or hsdp (split within a node, alike on every node); none
-    is one process alone. null is ddp with more than one process."""
+    """How processes share the model. ddp: each holds the whole model. fsdp: weights, gradients and moments are split
+    among all processes. hsdp: they are split within a node and replicated across nodes. none: there is one process.
+    null is ddp with several processes, else none."""
 
 
 @dataclass
 class PrepareConfig:
-    """What `python -m data.prepare` reads."""
+    """Settings of `python -m data.prepare` and `python -m data.inspect`."""
 
     data: DataConfig = MISSING
 
 
 @dataclass
 class SampleConfig:
-    """What `python sample.py` reads."""
+    """Settings of `python sample.py`."""
 
     checkpoint: str = MISSING
     """A checkpoint file, a run's folder, or a Hugging Face GPT-2 (a folder with model.safetensors, or a hub id)."""
     prompt: str = ""
     """Text to continue; empty starts a new document."""
     num_samples: int = 1
-    """How many continuations, one after another."""
+    """Number of continuations."""
     max_tokens: int = 200
-    """Length of each, in tokens."""
+    """Length of a continuation, in tokens."""
     temperature: float = 0.8
-    """Divides the logits; 0 always takes the likeliest token."""
+    """Divisor of the logits; 0 always takes the likeliest token."""
     top_k: int | None = 200
-    """Only the k likeliest tokens are drawn; null for all."""
+    """Draw only from the k likeliest tokens; null for all tokens."""
     top_p: float | None = None
-    """Only the likeliest tokens that together reach this probability are drawn; null for all."""
+    """Draw only from the likeliest tokens that together reach this probability; null for all tokens."""
     seed: int = 1337
-    """Of the draws."""
-    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    """Seed of the draws."""
+    attention: AttentionConfig = MISSING
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     device: str = "auto"
-    """auto (the GPU where there is one), cpu or cuda."""
+    """auto (the GPU if the machine has one), cpu or cuda."""
 
     def __post_init__(self):
         for key, low in (("num_samples", 1), ("max_tokens", 1), ("temperature", 0)):
-            if not low <= getattr(self, key) < math.inf:
-                raise UserError(f"{key}={getattr(self, key)} must be at least {low}")
+            check_range(key, getattr(self, key), low)
         if self.top_k is not None and self.top_k < 1:
             raise UserError(f"top_k={self.top_k} must be at least 1, or null for all tokens")
         if self.top_p is not None and not 0 < self.top_p <= 1:
@@ -91,8 +81,47 @@ class SampleConfig:
 
 
 @dataclass
+class EvaluateConfig:
+    """Settings of `python evaluate.py`."""
+
+    checkpoint: str = MISSING
+    """A checkpoint file, a run's folder, or a Hugging Face GPT-2 (a folder with model.safetensors, or a hub id)."""
+    data: DataConfig = MISSING
+    attention: AttentionConfig = MISSING
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    context_length: int | None = None
+    """Tokens of a window; null is the model's context."""
+    stride: int | None = None
+    """Tokens from one window to the next; only the last `stride` tokens of a window are scored. null is the window's
+    length, without overlap."""
+    batch_size: int = 8
+    """Windows of one forward pass."""
+    device: str = "auto"
+    """auto (the GPU if the machine has one), cpu or cuda."""
+
+    def __post_init__(self):
+        for key in ("context_length", "stride", "batch_size"):
+            check_range(key, getattr(self, key), 1)
+
+
+@dataclass
+class ReplayConfig:
+    """Settings of `python replay.py`, which takes all others from the recorded run."""
+
+    record: str = MISSING
+    """A file of a run's replay folder."""
+    checkpoint: str | None = None
+    """A checkpoint file or a run's folder; null is the checkpoint that the record names."""
+    function: str | None = None
+    """For runs with attention=custom: the run's attention.function. A record must not name code to import."""
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    device: str = "auto"
+    """auto (the GPU if the machine has one), cpu or cuda."""
+
+
+@dataclass
 class ExportConfig:
-    """What `python export.py` reads."""
+    """Settings of `python export.py`."""
 
     checkpoint: str = MISSING
     """A checkpoint file, or a run's folder."""
@@ -101,10 +130,10 @@ class ExportConfig:
 
 
 def register() -> None:
-    """Makes the schemas known to Hydra, under the names that conf/*.yaml take them by."""
+    """Store the schemas in Hydra, under the names in the defaults lists of conf/*.yaml."""
     store = ConfigStore.instance()
     store.store(name="schema", node=Config)
-    store.store(name="prepare_schema", node=PrepareConfig)
-    store.store(name="sample_schema", node=SampleConfig)
-    store.store(name="export_schema", node=ExportConfig)
-    store.store(name="paper_schema", node=PaperConfig)
+    for name, config in VARIANTS.items():
+        store.store(group="schema/attention", name=name, node=config)
+    for config in (PrepareConfig, SampleConfig, EvaluateConfig, ReplayConfig, ExportConfig):
+        store.store(name=f"{config.__name__.removesuffix('Config').lower()}_schema", node=config)

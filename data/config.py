@@ -1,4 +1,4 @@
-"""What the `data` group of the configuration holds."""
+"""The `data` group of the configuration."""
 
 from dataclasses import dataclass
 
@@ -9,68 +9,68 @@ NAMES = ("stdlib", "tokens", "text", "openwebtext", "wikitext-2", "wikitext-103"
 
 @dataclass
 class DataConfig:
-    """The corpus: where its token files lie and, where they are made here, what they are made of."""
+    """The corpus: the folder of its token files and, if they are prepared here, their source."""
 
     name: str
-    """stdlib: the running Python's own standard library, tokenized on first use. tokens: token files that exist
-    already, nanoGPT's among them. The others are tokenized once by `python -m data.prepare`: text is files of your
-    own, and the rest are corpora of the Hugging Face hub."""
+    """stdlib: the standard library of the running Python, tokenized on first use. tokens: existing token files, for
+    example nanoGPT's. text: your own files. The others are corpora of the Hugging Face hub. `python -m data.prepare`
+    tokenizes text and hub corpora once."""
 
     dir: str
-    """Folder that holds train.bin, val.bin and meta.json."""
+    """Folder of train.bin, val.bin and meta.json."""
 
     tokenizer: str
     """byte (UTF-8 bytes, 257 tokens) or gpt2 (GPT-2's BPE, 50257 tokens)."""
 
     source: str | None = None
-    """A file, a folder or a glob of .parquet, .jsonl or .txt files, the last two also as .gz or .zst; in place of the
-    hub where a corpus of the hub lies on this machine. A parquet row, a JSON line and a text file are one document."""
+    """A file, a folder or a glob of .parquet, .jsonl or .txt files; .jsonl and .txt also as .gz or .zst. For a hub
+    corpus: a copy of its files on this machine. A parquet row, a JSON line and a text file are one document each."""
 
     text_column: str = "text"
     """Column of the parquet files, or key of the JSON lines, that holds the text."""
 
     document_start: str | None = None
-    """A regular expression: rows (lines of text files) are parts of documents, which begin where it matches."""
+    """A regular expression. If set, rows (lines of text files) are joined to documents; a match begins a document."""
 
     train_files: str = "*"
-    """Of the files found, those for train.bin, as a pattern of their names."""
+    """Pattern for the names of the files that go to train.bin."""
 
     val_files: str | None = None
-    """Those for val.bin; null holds out a share of the documents instead."""
+    """Pattern for the names of the files that go to val.bin; null holds out a share of the documents instead."""
 
     val_fraction: float = 0.01
-    """That share, between 0 and 1; for name=stdlib a document is a file."""
+    """Share of the documents to hold out, between 0 and 1. With name=stdlib a document is a file."""
 
     split_seed: int = 2357
-    """Seed that decides which documents are held out."""
+    """Seed that chooses the held-out documents."""
 
     hub_id: str | None = None
     """The dataset on the hub."""
 
     hub_revision: str | None = None
-    """The commit of it that is downloaded."""
+    """Commit of the dataset to download."""
 
     hub_files: str | None = None
-    """A pattern of the paths in it."""
+    """Pattern for the paths of its files."""
 
     expected_documents: int | None = None
-    """How many documents that commit holds."""
+    """Number of documents in that commit."""
 
     expected_tokens: int | None = None
-    """How many tokens of GPT-2's they are, one after each document included."""
+    """Number of its GPT-2 tokens, including one end of text per document."""
 
     document_mask: bool = False
-    """In training and evaluation, documents do not see each other: attention ends where a document begins."""
+    """Separate documents in training and evaluation: a token attends only to its own document."""
 
     workers: int | None = None
-    """Threads that tokenize; null for as many as there are cores. The token files do not depend on it."""
+    """Threads that tokenize; null for one per core. The token files do not depend on it."""
 
     def __post_init__(self):
         if self.name not in NAMES:
-            raise UserError(f"data.name={self.name} is unknown: choose one of {', '.join(NAMES)}.")
+            raise UserError(f"data.name={self.name} is unknown; choose one of {', '.join(NAMES)}")
         if not 0 < self.val_fraction < 1:
-            raise UserError(f"data.val_fraction={self.val_fraction} leaves a split empty: choose it between 0 and 1.")
+            raise UserError(f"data.val_fraction={self.val_fraction} leaves a split empty; set it between 0 and 1")
         if self.split_seed < 0:
-            raise UserError(f"data.split_seed={self.split_seed} must be at least 0.")
+            raise UserError(f"data.split_seed={self.split_seed} is negative; set it to 0 or more")
         if self.workers is not None and self.workers < 1:
-            raise UserError(f"data.workers={self.workers} must be at least 1, or null for all cores.")
+            raise UserError(f"data.workers={self.workers} is too small; set it to 1 or more, or to null for all cores")

@@ -1,13 +1,16 @@
 """Batches of token windows: shuffled and prefetched for training, fixed for validation.
 
-B windows of a batch, T tokens of context. A window is T + 1 consecutive tokens: T inputs, and as targets the same
-shifted by one. The windows of an epoch share no input.
+B windows per batch, T tokens of context. A window is T + 1 consecutive tokens: T inputs, and the targets are the same
+tokens shifted by one. The windows of an epoch do not share inputs.
 """
 
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -15,55 +18,54 @@ from torch import Tensor
 
 from errors import UserError
 
-IGNORED = -100  # a target that takes no part in the loss
+IGNORED = -100  # a target that does not count in the loss
+Result = TypeVar("Result")
+Agree = Callable[[Callable[[], Result]], Result]
+
+
+def alone(act: Callable[[], Result]) -> Result:
+    """Return act(): the `agree` of a single process."""
+    return act()
 
 
 class DataError(UserError):
-    """A token file that turns out wrong when it is read."""
+    """A token file turned out to be wrong while it was read."""
 
 
 class WindowOrder:
-    """Where each training window starts, as a pure function of the seed and of its position since the start.
+    """The start of each training window, as a pure function of the seed and the window's position in training.
 
-    Every epoch visits `windows` windows without replacement, in its own permutation and from its own offset, so that
-    other tokens meet at the edges. The number of windows is the same whatever the offset, which keeps the way from a
-    position to its epoch a division.
+    Every epoch visits `windows` windows without replacement, with a permutation and an offset of its own.
     """
 
     def __init__(self, token_count: int, context_length: int, seed: int):
-        self.context_length = context_length
-        self.seed = seed
+        self.context_length, self.seed = context_length, seed
         self.windows = max(1, token_count // context_length - 1)
-        self.offsets = min(context_length, token_count - self.windows * context_length)
+        self._offsets = min(context_length, token_count - self.windows * context_length)
         self._epoch = -1
 
     def start(self, position: int) -> int:
-        """Index in the file of the first token of the window at `position`."""
+        """Return the index in the file of the first token of the window at `position`."""
         epoch, index = divmod(position, self.windows)
         if epoch != self._epoch:
-            self._shuffle(epoch)
+            rng = np.random.default_rng((self.seed, epoch))
+            self._offset = int(rng.integers(self._offsets))
+            self._permutation = np.arange(self.windows, dtype=np.uint32)
+            rng.shuffle(self._permutation)
+            self._epoch = epoch
         return self._offset + int(self._permutation[index]) * self.context_length
-
-    def _shuffle(self, epoch: int) -> None:
-        rng = np.random.default_rng((self.seed, epoch))
-        self._offset = int(rng.integers(self.offsets))
-        self._permutation = np.arange(self.windows, dtype=np.uint32)
-        rng.shuffle(self._permutation)
-        self._epoch = epoch
 
 
 class TrainLoader:
     """Endless training batches, prepared by a background thread `prefetch` batches ahead.
 
-    `next_batch` (or `next`) returns inputs and targets, int64 tensors (B, T) on `device`. Which ones depends on the
-    seed and on the number of windows handed out before, on nothing else; that number is the state to save. `tokens`
-    is a uint16 array of one dimension, usually a memory map, called `name` in messages.
+    `tokens` is a one-dimensional uint16 array, usually a memory map. Messages call it `name`. A batch depends only on
+    the seed and on the number of windows that all processes took before. That number is the state to save. Each of
+    the `ranks` processes takes its own B of the next B * ranks windows. `agree(act)` returns act() and raises the
+    UserError of any process in all of them, see World.agreed.
 
-    Of `ranks` processes each takes its own B of the next B * ranks windows, that of `rank` 0 the first; the windows
-    handed out are those of all.
-
-    Raises UserError where `tokens` are too few for one window, and from `next_batch` DataError where a token is not
-    below `vocab_size`, or the file of a memory map has become shorter.
+    Raises:
+        UserError: `tokens` do not fill one window.
     """
 
     def __init__(
@@ -79,18 +81,40 @@ class TrainLoader:
         prefetch: int = 2,
         rank: int = 0,
         ranks: int = 1,
+        agree: Agree = alone,
     ):
         check_length(tokens, context_length, name)
         self._tokens, self._vocab_size, self._name = tokens, vocab_size, name
         self._batch_size, self._device, self._prefetch = batch_size, torch.device(device), prefetch
         self._order = WindowOrder(len(tokens), context_length, seed)
-        self._stride, self._share = batch_size * ranks, batch_size * rank
+        self._stride, self._share, self._agree = batch_size * ranks, batch_size * rank, agree
         self._position = 0
+        self.waited_s = 0.0
+        """Seconds spent in next_batches so far."""
         self._pending: deque[Future] = deque()
-        self._thread = ThreadPoolExecutor(1, "loader", initializer=_enter_device, initargs=(_with_index(self._device),))
+        # A new thread starts on the first GPU. Pinning memory there would open a context on it for every process.
+        is_cuda = self._device.type == "cuda"
+        index = torch.cuda.current_device() if is_cuda and self._device.index is None else self._device.index
+        initializer = partial(torch.cuda.set_device, index) if is_cuda else None
+        self._thread = ThreadPoolExecutor(1, "loader", initializer=initializer)
+
+    def next_batches(self, count: int) -> list[tuple[Tensor, Tensor]]:
+        """Return the next `count` batches, see next_batch. If one fails in any process, all processes take none."""
+        position, asked = self._position, time.perf_counter()
+        try:
+            return self._agree(lambda: [self.next_batch() for _ in range(count)])
+        except DataError:
+            self._seek(position)
+            raise
+        finally:
+            self.waited_s += time.perf_counter() - asked
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of the next batch; what went wrong in the background is raised here."""
+        """Return inputs and targets of this process's next batch, int64 (B, T) on the device.
+
+        Raises:
+            DataError: a token is not below `vocab_size`, or the file behind a memory map changed.
+        """
         while len(self._pending) <= self._prefetch:
             ahead = self._position + len(self._pending) * self._stride
             self._pending.append(self._thread.submit(self._load, ahead + self._share))
@@ -99,22 +123,8 @@ class TrainLoader:
         self._position += self._stride
         return _upload(block, self._device)
 
-    __next__ = next_batch
-
-    def next_batches(self, count: int, agreed: Callable = lambda act: act()) -> list[tuple[Tensor, Tensor]]:
-        """The next `count` batches; where one of them fails, none is handed out.
-
-        `agreed` calls what it is given, and raises the DataError of any of the processes that it does so in.
-        """
-        position = self._position
-        try:
-            return agreed(lambda: [self.next_batch() for _ in range(count)])
-        except DataError:
-            self._seek(position)
-            raise
-
-    def __iter__(self) -> "TrainLoader":
-        return self
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return iter(self.next_batch, None)
 
     def _load(self, position: int) -> Tensor:
         starts = [self._order.start(position + i) for i in range(self._batch_size)]
@@ -122,40 +132,34 @@ class TrainLoader:
         return block.pin_memory() if self._device.type == "cuda" else block
 
     def state_dict(self) -> dict[str, int]:
-        """The number of windows handed out (not those prefetched), and what must be the same to continue there."""
-        return {
-            "position": self._position,
-            "seed": self._order.seed,
-            "context_length": self._order.context_length,
-            "tokens": len(self._tokens),
-        }
+        """Return the number of windows handed out (not those prefetched) and the settings that fix their order."""
+        order = {"seed": self._order.seed, "context_length": self._order.context_length, "tokens": len(self._tokens)}
+        return {"position": self._position} | order
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue where `state` was taken; the batch size may differ. Raises UserError where the order differs."""
+        """Continue at the position of `state`. The batch size may differ.
+
+        Raises:
+            UserError: the windows of `state` come in a different order.
+        """
         settings = {"seed": "train.seed", "context_length": "model.context_length", "tokens": "data.dir"}
         for key, setting in settings.items():
             if (mine := self.state_dict()[key]) != state[key]:
                 raise UserError(
-                    f"The checkpoint's batches were drawn with {key}={state[key]}, this run has {mine}: "
-                    f"set {setting} as it was, or start afresh with checkpoint.resume off."
+                    f"the checkpoint's batches were drawn with {key}={state[key]}, this run has {mine}; "
+                    f"set {setting} as it was, or start a new run with checkpoint.resume=null"
                 )
         if not (isinstance(state["position"], int) and state["position"] >= 0):
             raise ValueError(f"position={state['position']}")
         self._seek(state["position"])
 
     def _seek(self, position: int) -> None:
-        self._cancel_pending()
+        self._pending.clear()  # the thread still loads these batches, which is harmless
         self._position = position
 
-    def _cancel_pending(self) -> None:
-        for future in self._pending:
-            future.cancel()
-        self._pending.clear()
-
     def close(self) -> None:
-        """End the background thread; no batch can be had afterwards."""
-        self._cancel_pending()
-        self._thread.shutdown()
+        """End the background thread."""
+        self._thread.shutdown(cancel_futures=True)
 
     def __enter__(self) -> "TrainLoader":
         return self
@@ -175,14 +179,17 @@ def validation_batches(
     name: str,
     rank: int = 0,
     ranks: int = 1,
+    agree: Agree = alone,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Inputs and targets, int64 (B, T) on `device`, over the same windows every time.
+    """Yield inputs and targets, int64 (B, T) on `device`, over the same windows in every call.
 
-    The windows do not overlap, are spread evenly over the file, and are as many as cover `max_tokens`: at least one,
-    all of them where the file is shorter. Of `ranks` processes each takes its own part of them, in as many batches as
-    the others. All batches are of one shape, or a compiled model would be compiled anew for the last: where windows run
-    short, some whose targets are IGNORED make up for them. Raises UserError at once where the file is shorter than one
-    window, and while iterating DataError as TrainLoader does.
+    The windows are spread evenly over the file. Their number is the smallest that covers `max_tokens`, but at least
+    one and at most all. Each of the `ranks` processes takes a part of them; all yield the same number of batches.
+    The last batch is filled with windows whose targets are IGNORED, so that a compiled model sees one shape.
+
+    Raises:
+        UserError: at once, if the file is shorter than one window.
+        DataError: during iteration, as in TrainLoader.
     """
     check_length(tokens, context_length, name)
     windows = (len(tokens) - 1) // context_length
@@ -197,19 +204,19 @@ def validation_batches(
         block[1, len(own) :] = IGNORED
         return _upload(block, torch.device(device))
 
-    return map(load, range(0, len(longest), batch_size))
+    return (agree(lambda i=i: load(i)) for i in range(0, len(longest), batch_size))
 
 
 def document_options(inputs: Tensor, eot: int, apart: bool) -> dict[str, Tensor]:
-    """What the model is called with besides inputs (B, T) to keep documents apart, if they are to be."""
+    """Return the model's options for inputs (B, T). With `apart`, documents do not attend to each other."""
     return {"cu_seqlens": document_cu_seqlens(inputs, eot)} if apart else {}
 
 
 def document_cu_seqlens(inputs: Tensor, eot: int) -> Tensor:
-    """Cumulative lengths of the documents in inputs (B, T) laid end to end, for an attention that keeps them apart.
+    """Return the cumulative lengths of the documents in inputs (B, T), with all sequences laid end to end.
 
-    A document begins with each sequence and after each end of text. The result is (B * T + 1,) int32 whatever their
-    number, so that no shape depends on the data: the total length fills it up.
+    A document begins with each sequence and after each end-of-text token. The result is int32 (B * T + 1,) for any
+    number of documents. Unused entries hold the total length.
     """
     starts = torch.ones_like(inputs, dtype=torch.bool)
     starts[:, 1:] = inputs[:, :-1] == eot
@@ -220,19 +227,19 @@ def document_cu_seqlens(inputs: Tensor, eot: int) -> Tensor:
 
 
 def check_length(tokens: np.ndarray, context_length: int, name: str) -> None:
-    """UserError where tokens (n,) do not fill one window and the token after it."""
+    """Raise UserError if tokens (n,) do not fill one window."""
     if len(tokens) <= context_length:
         raise UserError(
-            f"{name} holds {len(tokens)} tokens, but one window takes {context_length + 1}: "
-            "set a smaller model.context_length or use more text."
+            f"{name} holds {len(tokens)} tokens, but one window takes {context_length + 1}; "
+            "set a smaller model.context_length or use more text"
         )
 
 
 def gather(tokens: np.ndarray, starts: list[int], context_length: int, vocab_size: int, name: str) -> Tensor:
-    """Inputs and targets of the windows that begin at `starts`, stacked, (2, B, T) int64: one block, so one copy.
+    """Return inputs and targets of the windows that begin at `starts`, int64 (2, B, T): one block, so one copy.
 
     Raises:
-        DataError: a token is not below vocab_size, or the file `name`, if `tokens` are a memory map, is not as it was.
+        DataError: a token is not below `vocab_size`, or the file behind a memory map changed.
     """
     windows = _read(tokens, starts, context_length + 1, name)  # [B, T + 1]
     if windows.max() >= vocab_size:
@@ -240,42 +247,28 @@ def gather(tokens: np.ndarray, starts: list[int], context_length: int, vocab_siz
         index = int((np.array(starts)[rows] + columns).min())
         raise DataError(
             f"{name} holds the token {tokens[index]} at byte {index * tokens.itemsize}, outside the vocabulary of "
-            f"{vocab_size}: set the data.tokenizer it was made with, or prepare it again."
+            f"{vocab_size}; set the data.tokenizer that the file was made with, or prepare the file again"
         )
     return torch.from_numpy(np.stack((windows[:, :-1], windows[:, 1:])).astype(np.int64))
 
 
 def _read(tokens: np.ndarray, starts: list[int], length: int, name: str) -> np.ndarray:
-    """The windows (B, length) that begin at `starts`.
-
-    Of a memory map the file is read, since to look at a page that has been cut off its end would kill the process.
-    """
+    """Return the windows (B, length) that begin at `starts`."""
     if not isinstance(tokens, np.memmap):
         return np.stack([tokens[start : start + length] for start in starts])
+    # Read the file instead of the map: if the file was truncated, touching a lost page would kill the process.
     width = tokens.itemsize
     try:
         with open(tokens.filename, "rb", buffering=0) as file:
             windows = [os.pread(file.fileno(), length * width, start * width) for start in starts]
-            size = os.fstat(file.fileno()).st_size  # asked last, so that it has seen what the reads saw
+            size = os.fstat(file.fileno()).st_size  # after the reads, so that a change during them is seen
     except OSError as error:
-        raise DataError(f"{name} can no longer be read ({error.strerror}): put it back as it was.") from error
+        raise DataError(f"{name} can no longer be read ({error.strerror}); put it back as it was") from error
     if size != tokens.nbytes:
-        raise DataError(f"{name} went from {tokens.nbytes} to {size} bytes while in use: put it back as it was.")
+        raise DataError(f"{name} went from {tokens.nbytes} to {size} bytes while in use; put it back as it was")
     return np.stack([np.frombuffer(window, dtype=tokens.dtype) for window in windows])
 
 
 def _upload(block: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     inputs, targets = block.to(device, non_blocking=True)
     return inputs, targets
-
-
-def _with_index(device: torch.device) -> torch.device:
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
-
-
-def _enter_device(device: torch.device) -> None:
-    # A new thread starts on the first GPU, and pinning memory there would open a context on it for every process.
-    if device.type == "cuda":
-        torch.cuda.set_device(device)

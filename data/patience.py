@@ -1,30 +1,25 @@
-"""Calls that may hang, cut short."""
+"""A time limit for calls that may hang."""
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TypeVar
 
 Result = TypeVar("Result")
 
 
 def within(seconds: float, call: Callable[[], Result]) -> Result:
-    """What `call` returns or raises; a TimeoutError where it takes longer, when it is left to itself.
-
-    Clients of the network have time-outs for each attempt at each address at best, which add up to minutes.
-    """
-    outcome: dict = {}
+    """Return call(), or raise TimeoutError after `seconds`. The call then goes on in a daemon thread."""
+    outcome: Future = Future()
 
     def run() -> None:
         try:
-            outcome["result"] = call()
+            outcome.set_result(call())
         except Exception as error:
-            outcome["error"] = error
+            outcome.set_exception(error)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if "error" in outcome:
-        raise outcome["error"]
-    if "result" not in outcome:
-        raise TimeoutError(f"nothing arrived within {seconds:g} s")
-    return outcome["result"]
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        return outcome.result(timeout=seconds)
+    except TimeoutError as error:
+        raise TimeoutError(f"no answer within {seconds:g} s") from error

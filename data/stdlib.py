@@ -1,5 +1,6 @@
-"""The corpus that every machine has: the source text of the running Python's standard library."""
+"""A corpus that every machine has: the source text of the running Python's standard library."""
 
+import hashlib
 import os
 import platform
 import sysconfig
@@ -8,17 +9,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from data.config import DataConfig
+from data.token_files import TokenWriter, has_files, read_meta
 from data.tokenizers import get_tokenizer
-from data.tokens import TokenWriter, has_files, read_meta, split_of
 from errors import UserError
 
 SKIPPED_FOLDERS = {"test", "tests", "idlelib", "site-packages", "dist-packages", "__pycache__"}
 
 
 def build(config: DataConfig) -> None:
-    """Tokenize the standard library into `config.dir`, unless this very Python did so with the same settings.
+    """Tokenize the standard library into `config.dir`, one document per file.
 
-    A document is a file. Raises UserError where `config.dir` holds another corpus.
+    Do nothing if the same Python already did so with the same settings.
+
+    Raises:
+        UserError: `config.dir` holds another corpus.
     """
     folder = Path(config.dir).expanduser()
     files = source_files()
@@ -31,7 +35,7 @@ def build(config: DataConfig) -> None:
     }
     meta = read_meta(folder)
     if meta and meta["source"].get("name") != "stdlib":
-        raise UserError(f"{folder} holds another corpus than the standard library: choose another data.dir.")
+        raise UserError(f"{folder} holds another corpus than the standard library; choose another data.dir")
     if meta and meta["source"] == source and meta["tokenizer"] == config.tokenizer and has_files(folder):
         return
     tokenizer = get_tokenizer(config.tokenizer)
@@ -41,13 +45,19 @@ def build(config: DataConfig) -> None:
         writer.finish(tokenizer.name, source)
 
 
+def split_of(document: str, config: DataConfig) -> str:
+    """Return train or val for the document of that name: a seeded hash, so the order of documents does not matter."""
+    digest = hashlib.sha256(f"{config.split_seed}:{document}".encode(errors="replace")).digest()
+    return "val" if int.from_bytes(digest[:8]) < config.val_fraction * 2**64 else "train"
+
+
 def library_folder() -> Path:
-    """Where the standard library of the running Python lies."""
+    """Return the folder of the running Python's standard library."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
 def source_files() -> list[str]:
-    """Paths of the library's modules relative to its folder, with forward slashes, sorted; no tests among them."""
+    """Return the sorted paths of the library's modules relative to its folder, with forward slashes, without tests."""
     root = library_folder()
     found = []
     for folder, subfolders, names in os.walk(root):
@@ -57,7 +67,7 @@ def source_files() -> list[str]:
 
 
 def read_files(files: list[str]) -> Iterator[tuple[str, str]]:
-    """Path and text of each file that decodes by the encoding it declares."""
+    """Yield path and text of each file that can be decoded with the encoding it declares."""
     for name in files:
         try:
             with tokenize.open(library_folder() / name) as file:

@@ -1,8 +1,8 @@
 """Text to token ids and back: UTF-8 bytes, or GPT-2's byte-pair encoding."""
 
 import codecs
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 import numpy as np
 import tiktoken
@@ -13,64 +13,71 @@ from errors import UserError
 LOAD_TIMEOUT_S = 10.0
 
 
-class Tokenizer(Protocol):
-    """What every tokenizer offers; its ids are below `vocab_size`, which is at most 65536 (uint16)."""
+class Tokenizer(ABC):
+    """The interface of a tokenizer. Its ids are below `vocab_size`, which is at most 65536 (uint16)."""
 
     name: str
     vocab_size: int
     eot: int
-    """Id of the end-of-text token, which follows every document and which no text encodes to."""
+    """Id of the end-of-text token. It follows every document, and no text contains it."""
+
+    @abstractmethod
+    def encode_document(self, text: str) -> np.ndarray:
+        """Return the ids of `text` followed by end of text, uint16.
+
+        "<|endoftext|>" is ordinary text. Lone surrogates are replaced.
+        """
+
+    @abstractmethod
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes of a token, which may be a part of a character."""
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`; "<|endoftext|>" in it is ordinary text, lone surrogates are replaced."""
-
-    def encode_document(self, text: str) -> np.ndarray:
-        """`encode` of a text and end of text, uint16; releases the GIL where the work is worth a thread."""
+        """Return the ids of `text`, see encode_document."""
+        return self.encode_document(text)[:-1].tolist()
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of `ids`; bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of `ids`. Bytes that are not UTF-8 become U+FFFD."""
+        return b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace")
 
     def stream_decoder(self) -> Callable[[int], str]:
-        """A function to call with one id after another: the text each completes, never half a character."""
+        """Return a function of one id after another that returns the text each id completes, in whole characters."""
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        return lambda token: decoder.decode(self.token_bytes(token))
 
 
-class ByteTokenizer:
-    """UTF-8 bytes as ids 0 to 255, and end of text as 256, which decodes to nothing."""
+class ByteTokenizer(Tokenizer):
+    """UTF-8 bytes as ids 0 to 255. Id 256 is end of text, which decodes to an empty string."""
 
-    name = "byte"
-    vocab_size = 257
-    eot = 256
-
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode("utf-8", errors="replace"))
+    name, vocab_size, eot = "byte", 257, 256
 
     def encode_document(self, text: str) -> np.ndarray:
         ids = np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8)
         return np.append(ids.astype(np.uint16), np.uint16(self.eot))
 
-    def decode(self, ids: Iterable[int]) -> str:
-        return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
-
-    def stream_decoder(self) -> Callable[[int], str]:
-        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        return lambda i: decoder.decode(bytes([i]) if i < 256 else b"")
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([token]) if token < 256 else b""
 
 
-class GPT2Tokenizer:
+class GPT2Tokenizer(Tokenizer):
     """tiktoken's GPT-2 encoding.
 
-    Raises UserError where its vocabulary is neither cached nor downloaded within `LOAD_TIMEOUT_S`.
+    Raises:
+        UserError: the vocabulary is not cached and cannot be downloaded within `LOAD_TIMEOUT_S`.
     """
 
-    name = "gpt2"
-    vocab_size = 50257
-    eot = 50256
+    name, vocab_size, eot = "gpt2", 50257, 50256
 
     def __init__(self):
-        self._encoding = _load_gpt2()
-
-    def encode(self, text: str) -> list[int]:
-        return self.encode_document(text)[:-1].tolist()
+        try:
+            # tiktoken downloads without a time-out. On a network that drops packets it would hang for minutes.
+            self._encoding = within(LOAD_TIMEOUT_S, lambda: tiktoken.get_encoding("gpt2"))
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"[:200]
+            raise UserError(
+                f"GPT-2's vocabulary is not cached and cannot be downloaded ({reason}); set TIKTOKEN_CACHE_DIR to a "
+                "folder that holds it, or data.tokenizer=byte"
+            ) from error
 
     def encode_document(self, text: str) -> np.ndarray:
         try:
@@ -78,54 +85,42 @@ class GPT2Tokenizer:
         except UnicodeEncodeError:  # lone surrogates
             return self.encode_document(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
         except BaseException as error:
-            # tiktoken's regex overflows on about a million blanks in a row. Rust's panic is no Exception.
+            # tiktoken's regex overflows on about a million blanks in a row. Rust's panic is not an Exception.
             if not isinstance(error, ValueError) and type(error).__name__ != "PanicException":
                 raise
             raise UserError(
-                f"tiktoken cannot encode the document of {len(text)} characters that begins with {text[:60]!r}: "
-                "remove it, or shorten its runs of white space."
+                f"tiktoken cannot encode the document of {len(text)} characters that begins with {text[:60]!r}; "
+                "remove it, or shorten its runs of white space"
             ) from error
         return np.append(ids.astype(np.uint16), np.uint16(self.eot))
 
-    def decode(self, ids: Iterable[int]) -> str:
-        return self._encoding.decode(list(ids), errors="replace")
-
-    def stream_decoder(self) -> Callable[[int], str]:
-        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        return lambda i: decoder.decode(self._encoding.decode_single_token_bytes(i))
+    def token_bytes(self, token: int) -> bytes:
+        return self._encoding.decode_single_token_bytes(token)
 
 
 TOKENIZERS = {"byte": ByteTokenizer, "gpt2": GPT2Tokenizer}
 
 
 def get_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer called `name`. Raises UserError for an unknown name, or a vocabulary that cannot be loaded."""
+    """Return the tokenizer called `name`.
+
+    Raises:
+        UserError: the name is unknown, or the vocabulary cannot be loaded.
+    """
     return _tokenizer_class(name)()
 
 
 def vocab_size(name: str) -> int:
-    """Number of tokens of the tokenizer called `name`, known without loading its vocabulary."""
+    """Return the number of tokens of the tokenizer called `name`, without loading its vocabulary."""
     return _tokenizer_class(name).vocab_size
 
 
 def end_of_text(name: str) -> int:
-    """Id of the end-of-text token of the tokenizer called `name`."""
+    """Return the end-of-text id of the tokenizer called `name`, without loading its vocabulary."""
     return _tokenizer_class(name).eot
 
 
-def _tokenizer_class(name: str) -> type:
+def _tokenizer_class(name: str) -> type[Tokenizer]:
     if name not in TOKENIZERS:
-        raise UserError(f"data.tokenizer={name} is unknown: choose one of {', '.join(TOKENIZERS)}.")
+        raise UserError(f"data.tokenizer={name} is unknown; choose one of {', '.join(TOKENIZERS)}")
     return TOKENIZERS[name]
-
-
-def _load_gpt2() -> tiktoken.Encoding:
-    # tiktoken downloads without a timeout: on a network that swallows packets it would hang for minutes.
-    try:
-        return within(LOAD_TIMEOUT_S, lambda: tiktoken.get_encoding("gpt2"))
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}"[:200]
-        raise UserError(
-            "GPT-2's vocabulary is not cached and could not be downloaded: set TIKTOKEN_CACHE_DIR to a folder where "
-            f"tiktoken has cached it on a machine with a network, or choose data.tokenizer=byte ({reason})."
-        ) from error

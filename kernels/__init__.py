@@ -1,1 +1,6 @@
-"""GPU kernels, each beside the plain PyTorch algorithm that defines it: attention, and what a step spends most on."""
+"""GPU kernels for attention and for the other expensive parts of a training step.
+
+An operator's folder holds definition.py (the algorithm in plain PyTorch), op.py (the PyTorch operator), launch.py (the
+choice of a kernel), triton_kernels.py and hopper.py (the kernels). `common` and `hopper` hold shared parts. `reference`
+holds the papers' algorithms, line by line.
+"""

@@ -1,4 +1,4 @@
-"""Drawing tokens from a GPT-2, one at a time, with a key/value cache."""
+"""Draw tokens from a GPT-2, one at a time, with a key/value cache."""
 
 from collections.abc import Iterator
 
@@ -9,22 +9,23 @@ from model.gpt2 import GPT2, KeyValueCache
 
 
 def restrict(logits: Tensor, top_k: int | None, top_p: float | None) -> Tensor:
-    """logits (V) with all but the top_k likeliest, and all but the likeliest that together reach top_p, at -inf."""
+    """Return logits (V) with -inf for all but the top_k likeliest and the fewest likeliest that reach top_p."""
     if top_k is not None and top_k < len(logits):
-        kept = logits.topk(top_k)  # by index: of tied tokens no more than top_k stay
+        kept = logits.topk(top_k)  # by index, so that ties do not keep more than top_k
         logits = torch.full_like(logits, float("-inf")).scatter(0, kept.indices, kept.values)
-    if top_p is not None and top_p < 1:  # the sum of all rounds past 1
+    if top_p is not None and top_p < 1:  # rounded sums pass 1 before the last token
         ordered, order = logits.sort(descending=True)
-        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)  # probability of all likelier tokens
+        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)  # probability of all tokens before this one
         logits = logits.index_fill(0, order[before >= top_p], float("-inf"))
     return logits
 
 
 def draw(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator) -> int:
-    """A token of logits (V); at temperature 0 the likeliest."""
+    """Return a token drawn from logits (V). At temperature 0, return the likeliest token."""
     if temperature == 0:
         return int(logits.argmax())
-    logits = logits.float()  # from the likeliest one's down, which no temperature makes infinite
+    logits = logits.float()
+    # Subtract the maximum first, so that a tiny temperature cannot make the likeliest logit infinite.
     scaled = (logits - logits.max()) / max(temperature, torch.finfo(logits.dtype).tiny)
     probabilities = restrict(scaled, top_k, top_p).softmax(-1)
     return int(torch.multinomial(probabilities.cpu(), 1, generator=generator))
@@ -43,11 +44,11 @@ def generate(
     stop: int | None = None,
     vocab_size: int | None = None,
 ) -> Iterator[int]:
-    """Yields up to max_tokens tokens that follow `prompt` (at least one token), ending before `stop`.
+    """Yield up to max_tokens tokens that follow `prompt` (at least one token), ending before `stop`.
 
-    Each token costs one forward pass of one position against the cached keys and values. Where the context is full, its
-    second half is read again as the new beginning. Where it is given only tokens below `vocab_size` are drawn: a
-    model may know more than its tokenizer. `generator` is a CPU generator. The caller sets autocast.
+    Each token costs a forward pass of one position, which uses the cached keys and values. If the context is full, its
+    second half becomes the new beginning and is read again. `vocab_size` limits the tokens to those of the tokenizer,
+    because the model may have more. `generator` is a CPU generator. The caller sets autocast.
     """
     device, context = model.wte.weight.device, model.config.context_length
     dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else model.wte.weight.dtype

@@ -1,6 +1,6 @@
 """GPT-2 (Radford et al., 2019): pre-LayerNorm, learned positions, tanh-GELU, biases everywhere, tied head.
 
-B batch, T sequence, C embedding, H heads, D head size, V vocabulary. Module names are those of the released weights.
+B batch, T sequence, C embedding, H heads, D head size, V vocabulary. Modules are named as in the released weights.
 """
 
 import math
@@ -18,20 +18,17 @@ from errors import UserError
 from kernels.gelu import gelu_mlp
 from kernels.layer_norm import normalise
 from kernels.linear import linear
-from model.attention import Attention, attend_projected, split_projection
-from model.loss import cross_entropy
+from model.attention import Attention, split_projection
+from model.loss import cross_entropy, in_autocast_dtype
 
 PAD_VOCABULARY_TO = 64
-# Far beyond what trains, but refused at once where torch would overflow, or make layers for hours.
+# Far larger than any model that trains. Beyond these sizes torch overflows or creates layers for hours.
 LARGEST = {"n_layer": 10_000, "n_head": 2**20, "n_embd": 2**20, "context_length": 2**31, "vocab_size": 2**31}
 CHECKPOINTING = "none", "selective", "full"  # of activations
-# Attention's results, which activation checkpointing keeps: at long context they cost the most, and are small.
-KEPT = [
-    torch.ops.flash1.forward.default,
-    torch.ops.flash2.forward.default,
-]
-# Torch's draw what they drop inside: where they are not run again, what is dropped after them would be drawn otherwise
-# than the first time. So with dropout they are computed twice.
+# Activation checkpointing keeps the results of attention: at long context they cost the most time and little memory.
+KEPT = [torch.ops.flash1.forward.default, torch.ops.flash2.forward.default]
+# torch's kernels draw their dropout mask inside. If they are skipped during recomputation, later dropout masks differ
+# from the first pass. So with dropout they are computed twice.
 KEPT_WITHOUT_DROPOUT = [
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
@@ -53,12 +50,12 @@ class ModelConfig:
     context_length: int = 1024
     """Longest sequence, in tokens: rows of the position table."""
     vocab_size: int | None = None
-    """Tokens the model knows; null takes the tokenizer's. The table is padded to a multiple of 64, never seen."""
+    """Tokens that the model knows; null takes the tokenizer's. The table is padded to a multiple of 64."""
     dropout: float = 0.0
-    """Share dropped of embeddings, attention probabilities and residual branches while training, in [0, 1)."""
+    """Dropout rate in training of embeddings, attention probabilities and residual branches, in [0, 1)."""
     pretrained: str | None = None
-    """Weights to start from: a Hugging Face GPT-2, as a folder with model.safetensors or as a hub id such as gpt2. Its
-    shape is taken too, but for context_length, which may be shorter, and dropout."""
+    """Weights to start from: a Hugging Face GPT-2, as a folder with model.safetensors or as a hub id such as gpt2. The
+    model takes their shape, except context_length, which may be shorter, and dropout."""
 
     def __post_init__(self):
         for key, largest in LARGEST.items():
@@ -80,7 +77,7 @@ class ModelConfig:
 
 
 class KeyValueCache:
-    """Keys and values of the tokens seen so far, (B, context_length, H, D) per layer, filled from the front."""
+    """Keys and values of the tokens so far, (B, context_length, H, D) per layer, filled from the front."""
 
     def __init__(self, config: ModelConfig, batch: int, device: torch.device, dtype: torch.dtype):
         shape = (config.n_layer, 2, batch, config.context_length, config.n_head, config.head_dim)
@@ -88,7 +85,7 @@ class KeyValueCache:
         self.length = 0
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores this layer's new keys and values (B, T, H, D) and returns all of them so far."""
+        """Store this layer's new keys and values (B, T, H, D) and return all of them so far."""
         stop = self.length + k.shape[1]
         self.kv[layer, 0, :, self.length : stop] = k
         self.kv[layer, 1, :, self.length : stop] = v
@@ -96,9 +93,10 @@ class KeyValueCache:
 
 
 class Branch(nn.Module):
-    """What adds to the residual stream: in its last product, c_proj's, unless dropout comes between the two.
+    """A branch of the residual stream: attention or MLP.
 
-    The product leaves its bias's gradient to the LayerNorm that follows, which is told of added_bias.
+    The last product (c_proj) adds its result to the stream itself, unless dropout comes between. The product does not
+    compute the gradient of its bias. The next LayerNorm does, and gets the bias as added_bias.
     """
 
     c_proj: nn.Linear
@@ -113,7 +111,7 @@ class Branch(nn.Module):
         return None if self.drops else self.c_proj.bias
 
     def end(self, product: Callable[..., Tensor], stream: Tensor) -> Tensor:
-        """The stream with product(bias, what to add to) added, both (B, T, C)."""
+        """Return the stream plus the result of product(bias, tensor to add to), (B, T, C)."""
         if self.drops:
             return stream + self.dropout(product(self.c_proj.bias, None))
         return product(self.c_proj.bias.detach(), stream)
@@ -128,17 +126,15 @@ class SelfAttention(Branch):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, stream: Tensor, cache: KeyValueCache | None, cu_seqlens: Tensor | None) -> Tensor:
-        """The stream with what x, its LayerNorm, attends to; all (B, T, C)."""
+        """Return the stream plus the attention of x, the stream's LayerNorm; all are (B, T, C)."""
         B, T, C = x.shape
-        options = {
-            "causal": T > 1,  # a single query is the last token, which sees all
-            "scale": 1 / math.sqrt(C // self.n_head),
-            "dropout_p": self.dropout.p if self.training else 0.0,
-        }
+        # A single query is the last token, which sees all keys.
+        options = {"causal": T > 1, "scale": 1 / math.sqrt(C // self.n_head)}
+        options["dropout_p"] = self.dropout.p if self.training else 0.0
         if cu_seqlens is not None:
             options["cu_seqlens"] = cu_seqlens
         if cache is None:
-            y = attend_projected(self.attention, x, self.c_attn, self.n_head, **options)
+            y = self.attention.projected(x, self.c_attn, self.n_head, **options)
         else:
             q, k, v = split_projection(self.c_attn(x), self.n_head).unbind(2)
             y = self.attention(q, *cache.extend(self.layer, k, v), **options)
@@ -153,9 +149,9 @@ class MLP(Branch):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, stream: Tensor, keep_output: bool = True) -> Tensor:
-        """The stream with the layers' result for x, its LayerNorm; all (B, T, C).
+        """Return the stream plus the MLP of x, the stream's LayerNorm; all are (B, T, C).
 
-        Without keep_output the backward pass recomputes GELU's, which is half of what is saved.
+        Without keep_output the backward pass recomputes GELU's output, which halves the saved memory.
         """
         weights = self.c_fc.weight, self.c_fc.bias, self.c_proj.weight
         return self.end(partial(gelu_mlp, x, *weights, keep_output=keep_output), stream)
@@ -163,7 +159,7 @@ class MLP(Branch):
 
 class LayerNorm(nn.LayerNorm):
     def forward(self, x: Tensor, added_bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        """x (B, T, C), the residual stream, and its LayerNorm: see kernels.layer_norm.normalise."""
+        """Return x (B, T, C), the residual stream, and its LayerNorm: see kernels.layer_norm.normalise."""
         return normalise(x, self.weight, self.bias, self.eps, added_bias)
 
 
@@ -179,9 +175,9 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, added_bias: Tensor | None, cache: KeyValueCache | None, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """The residual stream, and the bias in it that the next LayerNorm is to be told of.
+        """Return the residual stream and the added bias that the next LayerNorm needs.
 
-        Forgets its activations where that is asked for and a backward pass may follow.
+        With full activation checkpointing, save no activations for the backward pass.
         """
         if self.activation_checkpointing != "full" or not torch.is_grad_enabled():
             return self._forward(x, added_bias, cache, cu_seqlens)
@@ -197,21 +193,21 @@ class Block(nn.Module):
         x, normalised = self.ln_2(x, self.attn.added_bias)
         x = self.mlp(normalised, x, keep_output=self.activation_checkpointing != "selective")
         added_bias = self.mlp.added_bias
-        # A copy, since FSDP2 frees the parameters of a block that has returned.
+        # Copy the bias: FSDP2 frees the parameters of a block that has returned.
         return x, None if added_bias is None else added_bias.clone()
 
 
 class GPT2(nn.Module):
-    """A GPT-2 whose attention is given. Its head is the token table.
+    """A GPT-2 with a given attention. The token table is also the head.
 
-    With full activation checkpointing (Chen et al., 2016) the backward pass computes each block anew from its input,
-    all but its attention, so that a layer keeps two tensors of the residual stream's size instead of some sixteen;
-    with the selective one what GELU gave, which is four of them, alone.
+    With full activation checkpointing (Chen et al., 2016) the backward pass recomputes each block except its attention.
+    A layer then keeps two tensors of the residual stream's size instead of about sixteen. Selective checkpointing
+    recomputes only GELU's output, which has the size of four such tensors.
     """
 
     def __init__(self, config: ModelConfig, attention: Attention, activation_checkpointing: str = "none"):
         super().__init__()
-        self.config = config
+        self.config, self.attention = config, attention
         self.wte = nn.Embedding(config.padded_vocab_size, config.n_embd)
         self.wpe = nn.Embedding(config.context_length, config.n_embd)
         self.drop = nn.Dropout(config.dropout)
@@ -221,7 +217,7 @@ class GPT2(nn.Module):
         self.apply(self._initialise)
 
     def _initialise(self, module: nn.Module) -> None:
-        """Normal weights of deviation 0.02, scaled by 1 / sqrt(2 n_layer) where a block adds to the residual stream."""
+        """Draw normal weights of deviation 0.02, and for c_proj of 0.02 / sqrt(2 n_layer). Biases are zero."""
         if isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=0.02)
         if isinstance(module, nn.Linear):
@@ -236,23 +232,23 @@ class GPT2(nn.Module):
         cache: KeyValueCache | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
-        """Mean cross-entropy in nats (a scalar) where targets (B, T) are given, logits (B, T, vocab_size) otherwise.
+        """Return the mean cross-entropy in nats for targets (B, T), or without targets the logits (B, T, vocab_size).
 
-        With a cache, tokens (B, T) follow those it holds; it grows by T. With cu_seqlens, cumulative lengths of
-        documents, each attends to itself alone; positions count from the start of the sequence all the same.
+        With a cache, tokens (B, T) continue the tokens in the cache, which grows by T. With cu_seqlens, the cumulative
+        lengths of documents, each document attends to itself alone. Positions still count from the sequence's start.
         """
         start = cache.length if cache is not None else 0
         positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
-        # The residual stream is read and written some 4 n_layer times a step: in 16 bits where autocast is on.
-        x = self.drop(_in_autocast_dtype(self.wte(tokens) + self.wpe(positions)))
+        # A step reads and writes the residual stream about 4 n_layer times: with autocast in 16 bits.
+        x = self.drop(in_autocast_dtype(self.wte(tokens) + self.wpe(positions)))
         added_bias = None
         for block in self.h:
             x, added_bias = block(x, added_bias, cache, cu_seqlens)
         if cache is not None:
             cache.length += tokens.shape[1]
-        # The last bias gets its gradient from an addition of zero, which is fused with torch's LayerNorm. Ours is an
-        # operator, and between those of the blocks and of the loss torch 2.11's compiler would need what it fuses: it
-        # puts all that it has not fused before an operator new to it in words, in time that doubles with each block.
+        # The last bias gets its gradient from an addition of zero, which is fused with torch's LayerNorm. Our LayerNorm
+        # is an opaque operator. With it, torch 2.11's compiler would find nothing to fuse between the operators of the
+        # blocks and of the loss, and describe all unfused operators in text: its time doubles with each block.
         if added_bias is not None:
             x = x + (added_bias - added_bias.detach()).to(x.dtype)
         x = self.ln_f(x)
@@ -261,11 +257,5 @@ class GPT2(nn.Module):
         return F.linear(x, self.wte.weight)[..., : self.config.vocab_size]
 
     def n_params(self) -> int:
-        """Parameters without the position table: the N of 6 N FLOPs per token."""
+        """Return the number of parameters without the position table: the N of 6 N FLOPs per token."""
         return sum(p.numel() for p in self.parameters()) - self.wpe.weight.numel()
-
-
-def _in_autocast_dtype(x: Tensor) -> Tensor:
-    """x in autocast's dtype where that is on."""
-    kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x

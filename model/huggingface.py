@@ -1,10 +1,11 @@
 """GPT-2 weights from and to Hugging Face's `GPT2LMHeadModel`.
 
-The names are the same but for the prefix `transformer.`; Hugging Face keeps the weights of linear layers transposed
-(its Conv1D), and its vocabulary is not padded.
+Hugging Face's names have the prefix `transformer.`, its linear layers store transposed weights (Conv1D), and its
+vocabulary is not padded.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from errors import UserError
 from model.gpt2 import GPT2, ModelConfig
 
-# What makes a GPT-2 the one of this project, where a configuration may say otherwise.
+# The options of a GPT-2 configuration that model/gpt2.py implements; the first value is the default.
 REQUIRED = {
     "model_type": ("gpt2",),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
@@ -26,86 +27,79 @@ REQUIRED = {
     "tie_word_embeddings": (True,),
 }
 SIZES = ("n_layer", "n_head", "n_embd", "n_positions", "vocab_size")
-IGNORED = ("attn.bias", "attn.masked_bias", "lm_head.weight")  # masks of old releases, and the tied head
+IGNORED = ("attn.bias", "attn.masked_bias", "lm_head.weight")  # masks in old releases, and the tied head
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 
 
 def find_pretrained(source: str, key: str = "model.pretrained") -> Path:
-    """The folder that holds config.json and model.safetensors: `source` itself, or a download of that hub id.
+    """Return the folder of config.json and model.safetensors: `source` itself, or a download of that hub id.
 
     `key` names the setting in messages.
 
     Raises:
-        UserError: there is neither such a folder nor such a hub repository in reach.
+        UserError: there is no such folder, and the hub does not give such a repository.
     """
     folder = Path(source).expanduser()
     if not folder.is_dir():
-        if source.startswith(("/", ".", "~")):  # as no hub id does
-            problem = "is no folder" if folder.exists() else "does not exist"
+        if source.startswith(("/", ".", "~")):  # not a hub id
+            problem = "is not a folder" if folder.exists() else "does not exist"
             raise UserError(f"{key}={source} {problem}; give a folder saved by save_pretrained, or a hub id")
         folder = _download(source, key)
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
-            raise UserError(f"{key}={source} holds no {name}; give a folder saved by save_pretrained")
+            raise UserError(f"{key}={source} has no {name}; give a folder saved by save_pretrained")
     return folder
 
 
 def _download(hub_id: str, key: str) -> Path:
-    from huggingface_hub import snapshot_download  # not needed, and slow to import, where weights are local
+    from huggingface_hub import snapshot_download  # slow to import
 
     try:
         return Path(snapshot_download(hub_id, allow_patterns=[CONFIG, WEIGHTS], etag_timeout=10))
-    except Exception as error:  # the hub client raises a dozen types for a bad name or no network
+    except Exception as error:  # the hub's client raises a dozen types
         raise UserError(
-            f"{key}={hub_id} is no folder, and the hub gave no such model "
-            f"({type(error).__name__}); check the name and the network, or give a folder saved by save_pretrained"
+            f"{key}={hub_id} is not a folder, and the hub did not give such a model ({type(error).__name__}); "
+            "check the name and the network, or give a folder saved by save_pretrained"
         ) from error
 
 
 def read_config(folder: Path, model: ModelConfig | None = None) -> ModelConfig:
-    """The shape of a pretrained GPT-2, with the context length and dropout of `model` where that is given.
+    """Return the shape of a pretrained GPT-2, with the context length and dropout of `model` if given.
 
     Raises:
-        UserError: it is no GPT-2, or its position table is shorter than model.context_length.
+        UserError: the model is not a GPT-2, or its position table is shorter than model.context_length.
     """
     config = _read_json(folder / CONFIG)
     if model is not None and model.context_length > config["n_positions"]:
         raise UserError(
-            f"model.context_length={model.context_length} is longer than the {config['n_positions']} positions of "
+            f"model.context_length={model.context_length} exceeds the {config['n_positions']} positions of "
             f"model.pretrained={folder}; set model.context_length={config['n_positions']} or less"
         )
-    chosen = model or ModelConfig(context_length=config["n_positions"])
-    return ModelConfig(
-        n_layer=config["n_layer"],
-        n_head=config["n_head"],
-        n_embd=config["n_embd"],
-        vocab_size=config["vocab_size"],
-        context_length=chosen.context_length,
-        dropout=chosen.dropout,
-        pretrained=chosen.pretrained,
-    )
+    shape = {name: config[name] for name in ("n_layer", "n_head", "n_embd", "vocab_size")}
+    return replace(model or ModelConfig(context_length=config["n_positions"]), **shape)
 
 
 def _read_json(path: Path) -> dict:
     try:
         config = json.loads(path.read_text())
     except ValueError as error:
-        raise UserError(f"{path} is no readable configuration ({error}); download or export it again") from error
+        raise UserError(f"{path} is not a readable configuration ({error}); download or export it again") from error
     for key, accepted in REQUIRED.items():
         if config.get(key, accepted[0]) not in accepted:
             raise UserError(f"{path} has {key}={config[key]}, not GPT-2's {accepted[0]}; give a plain GPT-2")
-    missing = [key for key in ("model_type", *SIZES) if key not in config]
-    if missing:
+    if missing := [key for key in ("model_type", *SIZES) if key not in config]:
         raise UserError(f"{path} lacks {missing[0]}; give the configuration of a GPT2LMHeadModel")
     return config
 
 
 def load_pretrained(model: GPT2, folder: Path) -> None:
-    """Copies Hugging Face's weights into `model`, whose shape read_config gave; fewer positions take the first ones.
+    """Copy Hugging Face's weights into `model`, whose shape comes from read_config.
+
+    A shorter context takes the first positions.
 
     Raises:
-        UserError: the file is broken, or holds other weights than a GPT-2 of that shape.
+        UserError: the file is broken, or its weights do not fit the shape.
     """
     try:
         weights = load_file(folder / WEIGHTS)
@@ -118,54 +112,35 @@ def load_pretrained(model: GPT2, folder: Path) -> None:
     if strange or missing:
         difference = f"lacks {missing[0]}" if missing else f"also holds {strange[0]}"
         raise UserError(
-            f"{folder / WEIGHTS} {difference}: it is not the GPT-2 that {CONFIG} describes; give a whole one"
+            f"{folder / WEIGHTS} {difference}, so it is not the GPT-2 that {CONFIG} describes; give a complete folder"
         )
     with torch.no_grad():
         for name, parameter in parameters.items():
-            weight = weights[name].T if name.endswith(TRANSPOSED) else weights[name]
-            rows, weight = _true_rows(model, name, parameter, weight)
+            weight, rows = weights[name].T if name.endswith(TRANSPOSED) else weights[name], parameter
+            if name == "wte.weight":
+                parameter.zero_()  # the padding
+                rows = parameter[: model.config.vocab_size]
+            if name == "wpe.weight":
+                weight = weight[: len(parameter)]
             if rows.shape != weight.shape:
                 raise UserError(
-                    f"{folder / WEIGHTS} holds {name} of shape {tuple(weight.shape)} where {CONFIG} asks for "
-                    f"{tuple(rows.shape)}; the two files do not belong together"
+                    f"{folder / WEIGHTS} holds {name} of shape {tuple(weight.shape)}, but {CONFIG} asks for "
+                    f"{tuple(rows.shape)}; give two files of the same model"
                 )
             rows.copy_(weight)
 
 
-def _true_rows(model: GPT2, name: str, parameter: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows of a parameter that a weight fills, and those of the weight that fill it."""
-    if name == "wte.weight":
-        parameter.zero_()  # the padding
-        return parameter[: model.config.vocab_size], weight
-    if name == "wpe.weight":
-        return parameter, weight[: len(parameter)]
-    return parameter, weight
-
-
 def save_pretrained(config: ModelConfig, weights: dict[str, Tensor], folder: Path, eot: int) -> None:
-    """Writes config.json and model.safetensors that GPT2LMHeadModel.from_pretrained opens; `eot` ends a text."""
+    """Write config.json and model.safetensors for GPT2LMHeadModel.from_pretrained; `eot` is its end-of-text token."""
     folder.mkdir(parents=True, exist_ok=True)
-    weights = dict(weights, **{"wte.weight": weights["wte.weight"][: config.vocab_size]})
+    weights = weights | {"wte.weight": weights["wte.weight"][: config.vocab_size]}
     weights = {
         f"transformer.{name}": (weight.T if name.endswith(TRANSPOSED) else weight).contiguous().cpu()
         for name, weight in weights.items()
     }
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
-    description = {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "activation_function": "gelu_new",
-        "n_layer": config.n_layer,
-        "n_head": config.n_head,
-        "n_embd": config.n_embd,
-        "n_positions": config.context_length,
-        "vocab_size": config.vocab_size,
-        "layer_norm_epsilon": 1e-5,
-        "bos_token_id": eot,
-        "eos_token_id": eot,
-        "embd_pdrop": config.dropout,
-        "attn_pdrop": config.dropout,
-        "resid_pdrop": config.dropout,
-        "tie_word_embeddings": True,
-    }
+    description = {"architectures": ["GPT2LMHeadModel"]} | {key: accepted[0] for key, accepted in REQUIRED.items()}
+    description |= {key: getattr(config, key) for key in ("n_layer", "n_head", "n_embd", "vocab_size")}
+    description |= {"n_positions": config.context_length, "bos_token_id": eot, "eos_token_id": eot}
+    description |= dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), config.dropout)
     (folder / CONFIG).write_text(json.dumps(description, indent=2) + "\n")

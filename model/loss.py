@@ -7,13 +7,15 @@ from kernels.cross_entropy import linear_cross_entropy
 
 
 def cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
-    """Mean cross-entropy in nats of the next tokens, a scalar in fp32.
+    """Return the mean cross-entropy of the next tokens in nats, an fp32 scalar.
 
-    hidden (B, T, C), weight (padded V, C), targets (B, T) below vocab_size; negative ones do not count. The rows of
-    `weight` past vocab_size are padding: they take no part in the softmax, so that the loss is that of the true
-    vocabulary. Logits are in autocast's dtype where that is on.
+    hidden (B, T, C), weight (padded V, C), targets (B, T) below vocab_size. Negative targets do not count. The rows of
+    `weight` from vocab_size on are padding: the softmax ignores them. Logits have autocast's dtype if autocast is on.
     """
-    kind = hidden.device.type
-    if torch.is_autocast_enabled(kind):
-        hidden = hidden.to(torch.get_autocast_dtype(kind))
-    return linear_cross_entropy(hidden.flatten(0, 1), weight, targets.flatten(), vocab_size)
+    return linear_cross_entropy(in_autocast_dtype(hidden).flatten(0, 1), weight, targets.flatten(), vocab_size)
+
+
+def in_autocast_dtype(x: Tensor) -> Tensor:
+    """Return x in autocast's dtype if autocast is on."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x

@@ -1,9 +1,12 @@
-"""Where there is no GPU, Triton kernels run in Triton's interpreter; that is chosen when Triton is first imported."""
+"""Settings of all tests. Without a GPU, Triton kernels run in Triton's interpreter, set before Triton is imported."""
 
 import os
+import signal
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ["OMP_NUM_THREADS"] = "1"  # the tests run side by side, and threads of two that wait spin
+    os.environ["OMP_NUM_THREADS"] = "1"  # Two test processes share the cores, and their waiting threads spin.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # A shell ignores it in background jobs, and children inherit it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import torch
 
@@ -25,19 +28,19 @@ def pytest_configure():
             pytest.exit(f"the interpreter of Triton {triton.__version__} needs numpy<2.4; pip install 'numpy<2.4'", 4)
 
 
-# In the interpreter a kernel takes a second a call: what fails is told as it was drawn, since looking for something
-# smaller would outlast the test's time, and nothing would be told.
+# A kernel call takes a second in the interpreter. Without the shrink phase, a failing example is reported as it was
+# drawn; the search for a smaller one would exceed the test's time limit and report nothing.
 settings.register_profile("kernels", deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate))
 
 
-# torch lists its factory functions when a device is first used as a context: before any test has patched them.
+# torch lists its factory functions when a device is first used as a context. Do that before a test patches them.
 with torch.device("meta"):
     torch.empty(0)
 
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch):
-    """torch.empty and empty_like full of NaN, so that a kernel that leaves an element unwritten cannot pass."""
+    """Fill torch.empty and empty_like with NaN, so that a kernel fails if it leaves an element unwritten."""
 
     def poison(allocate):
         def allocate_poisoned(*args, **kwargs):

@@ -1,6 +1,6 @@
-"""What the end-to-end tests share: the scripts run inside the test's process, on a tiny model and tiny token files.
+"""Helpers of the end-to-end tests: they run the scripts in the test's process, on a tiny model and tiny token files.
 
-PYTEST_DONT_REWRITE: the tests import it before pytest takes its fixtures.
+PYTEST_DONT_REWRITE: the tests import this module before pytest loads its fixtures.
 """
 
 import io
@@ -42,7 +42,7 @@ TINY = (
 
 @dataclass
 class Outcome:
-    """How a script ended and what it wrote."""
+    """The exit status of a script and its output."""
 
     code: int
     out: str
@@ -54,11 +54,11 @@ class Outcome:
 
 
 def run(script: str, *overrides: str) -> Outcome:
-    """`python SCRIPT OVERRIDES` in this process, which spares the seconds that importing torch takes."""
+    """Run `python SCRIPT OVERRIDES` in this process, which saves the seconds for importing torch."""
     out, err = io.StringIO(), io.StringIO()
     code = 0
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the model is too small to share among cores
+    torch.set_num_threads(1)  # The model is too small for several threads.
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
         patch.setattr(sys, "argv", [script, *overrides])
         GlobalHydra.instance().clear()
@@ -72,7 +72,7 @@ def run(script: str, *overrides: str) -> Outcome:
 
 
 def train(folder: Path | str, *overrides: str) -> Outcome:
-    """A run of the tiny model whose outputs go to `folder`."""
+    """Train the tiny model, with the outputs in `folder`."""
     return run("train.py", *TINY, f"hydra.run.dir={folder}", *overrides)
 
 
@@ -81,7 +81,7 @@ def rows(folder: Path | str) -> list[dict]:
 
 
 def curve(folder: Path | str, *keys: str) -> list[tuple]:
-    """The step and the named metrics of every row, in the order they were written."""
+    """Return the step and the named metrics of every row, in the order of the file."""
     return [(row["step"], *(row.get(key) for key in keys)) for row in rows(folder)]
 
 
@@ -90,7 +90,7 @@ def load(path: Path | str) -> dict:
 
 
 def write_tokens(folder: Path) -> None:
-    """train.bin and val.bin as nanoGPT writes them, with no meta.json: sums in ASCII, which can be learnt a little."""
+    """Write train.bin and val.bin in nanoGPT's format, without meta.json. The text is sums, which a model can learn."""
     folder.mkdir(parents=True)
     rng = np.random.default_rng(0)
     for split, lines in (("train", 400), ("val", 60)):
@@ -99,23 +99,24 @@ def write_tokens(folder: Path) -> None:
 
 
 def python_path() -> str:
-    """The project's root before whatever PYTHONPATH holds."""
+    """Return PYTHONPATH with the project's root in front."""
     return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 
 
-def start(*command: str) -> subprocess.Popen:
-    """`python COMMAND` in a process of its own, with the arithmetic of `run`."""
+def start(*command: str, start_new_session: bool = False) -> subprocess.Popen:
+    """Start `python COMMAND` as a process, with as many threads as `run`."""
     return subprocess.Popen(
         [sys.executable, *command],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=start_new_session,
         env=os.environ | {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
     )
 
 
 def at_call(number: int, act: Callable[[], None], function: Callable) -> Callable:
-    """`function`, but for its call of that number (from 1), before which `act` is called."""
+    """Return `function` with a counter that calls `act` before call `number` (the first is 1)."""
     calls = 0
 
     def counting(*args, **kwargs):
@@ -130,7 +131,7 @@ def at_call(number: int, act: Callable[[], None], function: Callable) -> Callabl
 
 @contextmanager
 def largest_file(size: int) -> Iterator[None]:
-    """No file of this process can grow beyond `size` bytes, as on a disk that is full."""
+    """Limit the files of this process to `size` bytes, as a full disk does."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
     try:
@@ -141,7 +142,7 @@ def largest_file(size: int) -> Iterator[None]:
 
 @pytest.fixture
 def workplace(tmp_path, monkeypatch) -> Path:
-    """The current folder: a fresh one that holds tokens/train.bin and tokens/val.bin."""
+    """A new current folder with tokens/train.bin and tokens/val.bin."""
     write_tokens(tmp_path / "tokens")
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -160,7 +161,7 @@ def trained(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def exported(trained, tmp_path_factory) -> Path:
-    """The Hugging Face folder that export.py makes of `trained`."""
+    """The Hugging Face folder that export.py writes for `trained`."""
     folder = tmp_path_factory.mktemp("exported") / "model"
     run("export.py", f"checkpoint={trained}", f"to={folder}").ok()
     return folder

@@ -1,4 +1,7 @@
-"""Runs of train.py by several processes, in one launch: torchrun tests/several.py "FOLDER OVERRIDES" ..."""
+"""Runs of train.py on several processes: torchrun tests/several.py "FOLDER OVERRIDES" ...
+
+The runs share one launch, because each process takes seconds to import torch.
+"""
 
 import errno
 import os
@@ -15,17 +18,19 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from data.loader import DataError, TrainLoader
 from errors import UserError
 from tests.e2e import at_call, largest_file, python_path, train
-from trainer import checkpoint, sharded
+from trainer.checkpoint import sharded, single
+from trainer.checkpoint.policy import Checkpoints
 
 SINGLE_NODE = ("--standalone",)
 
 
 def torchrun(processes: int, *command: str, options: tuple[str, ...] = SINGLE_NODE) -> subprocess.Popen:
-    """`torchrun COMMAND` with so many processes on this machine."""
+    """Start `torchrun COMMAND` with this number of processes on this machine."""
     launcher = [sys.executable, "-m", "torch.distributed.run", *options, f"--nproc_per_node={processes}"]
     environment = os.environ | {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -33,7 +38,7 @@ def torchrun(processes: int, *command: str, options: tuple[str, ...] = SINGLE_NO
 
 
 def ended(process: subprocess.Popen, timeout_s: int = 240) -> tuple[str, str]:
-    """What a job printed until its end."""
+    """Wait for the end of a job, and return its stdout and stderr."""
     try:
         return process.communicate(timeout=timeout_s)
     finally:
@@ -41,14 +46,14 @@ def ended(process: subprocess.Popen, timeout_s: int = 240) -> tuple[str, str]:
 
 
 def train_together(processes: int, *runs: str) -> None:
-    """Runs of the tiny model, one after another; none may fail."""
+    """Train the tiny model once for each of `runs`. None of the launches may fail."""
     process = torchrun(processes, __file__, *runs)
     _, err = ended(process)
     assert process.returncode == 0, err
 
 
 def train_on_two_nodes(processes: int, *runs: str) -> None:
-    """The same by two agents of torchrun, each with so many processes, which meet as those of two machines do."""
+    """Do the same with two agents of torchrun, as on two machines, with this number of processes each."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         endpoint = f"localhost:{free.getsockname()[1]}"
@@ -60,15 +65,14 @@ def train_on_two_nodes(processes: int, *runs: str) -> None:
 
 
 def terminated(patch: pytest.MonkeyPatch) -> None:
-    """The second process alone gets SIGTERM, when it is to save the best weights the first time."""
-    save_best = sharded.ShardedCheckpoints.save_best
+    """Send SIGTERM to the second process when it first saves the best weights."""
+    save = Checkpoints.save_if_best
     if os.environ["RANK"] == "1":
-        terminate = at_call(1, lambda: os.kill(os.getpid(), signal.SIGTERM), save_best)
-        patch.setattr(sharded.ShardedCheckpoints, "save_best", terminate)
+        patch.setattr(Checkpoints, "save_if_best", at_call(1, lambda: os.kill(os.getpid(), signal.SIGTERM), save))
 
 
 def before_writing(patch: pytest.MonkeyPatch, step: int, act: Callable[[Callable], str]) -> None:
-    """`act` is called with what writes this process's part of the checkpoint of that step, and does it or not."""
+    """Replace the writing of this process's part of the checkpoint of `step` by `act`, which gets the original."""
     write = sharded._write_part
 
     def write_or_not(path: Path, *args):
@@ -79,7 +83,7 @@ def before_writing(patch: pytest.MonkeyPatch, step: int, act: Callable[[Callable
 
 
 def slow(patch: pytest.MonkeyPatch) -> None:
-    """The checkpoint of step 2 is not written before the batches of step 4 are asked for."""
+    """Write the checkpoint of step 2 only when training asks for the batches of step 4."""
     step_4 = threading.Event()
     patch.setattr(TrainLoader, "next_batches", at_call(4, step_4.set, TrainLoader.next_batches))
 
@@ -91,7 +95,7 @@ def slow(patch: pytest.MonkeyPatch) -> None:
 
 
 def full_disk(patch: pytest.MonkeyPatch) -> None:
-    """The second process alone finds no room for its part of the checkpoint of step 4."""
+    """Fill the disk of the second process before its part of the checkpoint of step 4."""
 
     def write_on_a_full_disk(write):
         with largest_file(1000):
@@ -102,7 +106,7 @@ def full_disk(patch: pytest.MonkeyPatch) -> None:
 
 
 def killed(patch: pytest.MonkeyPatch) -> None:
-    """The second process is killed when it has written its part of the checkpoint of step 4, in its first life."""
+    """Kill the second process after its part of the checkpoint of step 4, unless torchrun has restarted it."""
 
     def write_and_die(write):
         write()
@@ -113,60 +117,61 @@ def killed(patch: pytest.MonkeyPatch) -> None:
 
 
 def unreadable(patch: pytest.MonkeyPatch) -> None:
-    """The second process alone cannot read what it needs for step 5, of four micro-steps each."""
+    """Let the second process fail to read its tokens for step 5. A step has four micro-steps."""
 
     def refuse():
-        raise DataError("train.bin can no longer be read: put it back as it was.")
+        raise DataError("train.bin can no longer be read; put it back as it was")
 
     if os.environ["RANK"] == "1":
         patch.setattr(TrainLoader, "next_batch", at_call(4 * 4 + 2, refuse, TrainLoader.next_batch))
 
 
 def unreadable_while_slow(patch: pytest.MonkeyPatch) -> None:
-    """The same, and the state takes longer to write than a process that has told of an error waits for the others."""
-    write = checkpoint.write_file
-    patch.setattr(checkpoint, "write_file", lambda *args: (time.sleep(4 * args[0].name.count("4.pt")), write(*args)))
+    """Do the same, with a state that takes longer to write than a process waits after an error."""
+    write = single.write_file
+    patch.setattr(single, "write_file", lambda *args: (time.sleep(4 * args[0].name.count("4.pt")), write(*args)))
     unreadable(patch)
 
 
 def locked(patch: pytest.MonkeyPatch) -> None:
-    """The first process alone finds that another run writes to the folder."""
+    """Let another run hold the lock of the first process's folder."""
 
-    def refuse(folders: dict):
-        raise UserError(f"another run writes to {next(iter(folders)).name}")
+    def refuse(folder: Path, setting: str):
+        raise UserError(f"another run writes to {folder.name}")
 
     if os.environ["RANK"] == "0":
-        patch.setattr("trainer.folders.claimed", refuse)
+        patch.setattr("trainer.folders._claimed", refuse)
 
 
 def refused(patch: pytest.MonkeyPatch) -> None:
-    """The disk takes no checkpoint of the first process, which alone writes them."""
+    """Let the disk refuse the checkpoints of the first process, which writes them for all."""
 
     def write(path: Path, state: dict):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     if os.environ["RANK"] == "0":
-        patch.setattr(checkpoint, "write_file", write)
+        for module in (single, sharded):
+            patch.setattr(module, "write_file", write)
 
 
 def wordless(patch: pytest.MonkeyPatch) -> None:
-    """The second process alone lacks the vocabulary that a sample needs."""
+    """Take the vocabulary for the sample away from the second process."""
 
     def get_tokenizer(name: str):
         raise UserError(f"no {name}")
 
     if os.environ["RANK"] == "1":
-        patch.setattr("data.tokenizers.get_tokenizer", get_tokenizer)
+        patch.setattr("trainer.summary.get_tokenizer", get_tokenizer)
 
 
 def compiled(patch: pytest.MonkeyPatch) -> None:
-    """Nothing goes wrong: as on a GPU each block is compiled, though by a compiler that leaves it as it is."""
+    """Compile each block, as on a GPU, with a compiler that does not change it. Nothing fails."""
     patch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
 
 
 FAULTS = {
     "locked": locked,
-    "nowhere": lambda _: None,  # there is no such data.dir
+    "nowhere": lambda _: None,  # data.dir does not exist
     "refused": refused,
     "wordless": wordless,
     "compiled": compiled,
@@ -179,16 +184,31 @@ FAULTS = {
     "killed": killed,
 }
 
+
+def rendezvous_of_run(number: int) -> Callable:
+    """Return dist.rendezvous with keys of their own, as each run of a real launch has a store of its own."""
+    rendezvous = dist.rendezvous
+
+    def prefixed(*args, **kwargs):
+        store, rank, size = next(rendezvous(*args, **kwargs))
+        yield dist.PrefixStore(f"run {number}", store), rank, size
+
+    return prefixed
+
+
 if __name__ == "__main__":
-    for arguments in sys.argv[1:]:
-        folder, *overrides = arguments.split()  # the folder's name says what is to go wrong
+    for number, arguments in enumerate(sys.argv[1:]):
+        folder, *overrides = arguments.split()  # The folder's name selects the fault.
         with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "rendezvous", rendezvous_of_run(number))
             FAULTS.get(folder, lambda _: None)(patch)
             outcome = train(folder, *overrides)
+        if dist.is_initialized():  # The run failed.
+            dist.destroy_process_group()
         if folder not in FAULTS:
             outcome.ok()
         if told := re.search(r"The state is saved in (\S+)\.", outcome.err):
-            assert Path(told[1]).exists(), f"{told[0]} says process {os.environ['RANK']} before it is"
+            assert Path(told[1]).exists(), f"process {os.environ['RANK']} prints {told[0]} too early"
         if os.environ["RANK"] == "0":
-            Path(folder).mkdir(exist_ok=True)  # of a run that was refused it is gone
+            Path(folder).mkdir(exist_ok=True)  # A run that was refused has removed it.
             Path(folder, "out.txt").write_text(f"{outcome.code}\n{outcome.out}{outcome.err}")

@@ -6,11 +6,11 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from kernels.naive.definition import standard_attention
 from model import huggingface
+from model.attention import NaiveConfig, build_attention
 from model.gpt2 import GPT2, ModelConfig
 from tests.e2e import load, run
-from trainer.checkpoint import write_file
+from trainer.checkpoint.files import write_file
 
 pytest_plugins = ["tests.e2e"]
 
@@ -18,7 +18,7 @@ pytest_plugins = ["tests.e2e"]
 def test_exported_model_gives_the_same_logits_in_transformers(trained, exported):
     transformers = pytest.importorskip("transformers")
     state = load(trained / "checkpoints" / "step-00000030.pt")
-    ours = GPT2(ModelConfig(**state["model_config"]), standard_attention).eval()
+    ours = GPT2(ModelConfig(**state["model_config"]), build_attention(NaiveConfig())).eval()
     ours.load_state_dict(state["model"])
     theirs, report = transformers.GPT2LMHeadModel.from_pretrained(exported, output_loading_info=True)
     assert not any(report.values())
@@ -44,20 +44,20 @@ def test_a_checkpoint_that_lacks_a_weight_is_refused_and_nothing_is_written(trai
     write_file(tmp_path / "step-00000030.pt", state)
     outcome = run("export.py", f"checkpoint={tmp_path}", f"to={tmp_path / 'model'}")
     (sentence,) = outcome.err.splitlines()
-    assert outcome.code == 2 and "step-00000030.pt is not of this version" in sentence and "c_fc.weight" in sentence
+    assert outcome.code == 2 and "step-00000030.pt is not from this version" in sentence and "c_fc.weight" in sentence
     assert not (tmp_path / "model").exists()
 
 
-@pytest.mark.parametrize("place", ["/proc/model", "config.json/model"])  # each refused by an error of its own
+@pytest.mark.parametrize("place", ["/proc/model", "config.json/model"])  # each gives a different error
 def test_a_folder_that_cannot_be_made_is_refused(trained, tmp_path, monkeypatch, place):
     monkeypatch.chdir(tmp_path)
     Path("config.json").touch()
     outcome = run("export.py", f"checkpoint={trained}", f"to={place}")
     (sentence,) = outcome.err.splitlines()
-    assert outcome.code == 2 and f"to={place} cannot be made (" in sentence
+    assert outcome.code == 2 and f"to={place} cannot be written (" in sentence
 
 
-def test_a_full_disk_is_told_and_nothing_of_a_model_is_left(trained, tmp_path, monkeypatch):
+def test_a_full_disk_is_reported_and_leaves_no_files(trained, tmp_path, monkeypatch):
     place = tmp_path / "model"
 
     def full(weights, path, metadata):

@@ -24,7 +24,8 @@ from data.prepare import prepare
 from data.tokens import open_tokens
 from errors import UserError
 from tests.e2e import train
-from trainer.checkpoint import SEAL, load, write_file
+from trainer.checkpoint.files import SEAL, write_file
+from trainer.checkpoint.load import load
 
 pytest_plugins = ["tests.e2e"]
 # The same examples every time; one temporary folder serves all those of a test.
@@ -72,7 +73,7 @@ def test_any_command_line_is_taken_or_refused_in_one_sentence(tmp_path, override
         patch.setattr(sys, "argv", ["train.py", f"hydra.run.dir={tmp_path / 'run'}", *arguments])
         GlobalHydra.instance().clear()
         try:
-            launch(taken.append, "config", short={"checkpoint": "checkpoint.load"})
+            launch(taken.append, "config")
         except SystemExit as ended:
             assert ended.code == 2
     if taken:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from model import generate as generation
-from model.attention import VARIANTS
+from model.attention import BUILT_IN
 from tests.e2e import run
 
 pytest_plugins = ["tests.e2e"]
@@ -33,9 +33,9 @@ def test_several_samples_differ_and_each_starts_with_the_prompt(trained):
 
 
 def test_temperature_zero_is_deterministic_and_goes_past_the_context(trained):
-    """100 tokens of a model whose context is 32, by every attention and with seeds that must not matter."""
+    """100 tokens with a context of 32 are the same for every attention and every seed."""
     options = (f"checkpoint={trained}", "prompt=12 + ", "temperature=0", "max_tokens=100")
-    texts = {sample(*options, f"attention={name}", f"seed={i}").ok().out for i, name in enumerate(VARIANTS)}
+    texts = {sample(*options, f"attention={name}", f"seed={i}").ok().out for i, name in enumerate(BUILT_IN)}
     assert len(texts) == 1
     assert len(texts.pop()) > 100
 
@@ -45,7 +45,7 @@ PROMPTS = ("def main(", "Once upon a time, there was", "x = 1", "naïve 語", "d
 
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_prompt_is_taken_as_it_is_written(trained, prompt):
-    """A shell passes these on as they are here; Hydra's grammar of overrides took offence at some, and changed 1e5."""
+    """A shell passes these prompts on unchanged. Hydra's grammar refused some of them, and changed 1e5."""
     assert sample(f"checkpoint={trained}", f"prompt={prompt}", "max_tokens=1").ok().out.startswith(prompt)
 
 
@@ -93,7 +93,7 @@ def test_hugging_face_folder_is_sampled_with_gpt2s_vocabulary(tmp_path, gpt2_tok
 
 
 def test_exported_model_of_bytes_is_not_sampled_with_gpt2s_vocabulary(trained, exported, gpt2_tokenizer):
-    """Its ids below 257 were decoded as GPT-2's, into text that means nothing."""
+    """Its ids below 257 were decoded as GPT-2's."""
     options = ("prompt=1", "temperature=0")
     outcome = sample(f"checkpoint={exported}", *options)
     refused = outcome.code == 2 and "257" in outcome.err
@@ -101,17 +101,17 @@ def test_exported_model_of_bytes_is_not_sampled_with_gpt2s_vocabulary(trained, e
 
 
 def damage(trained: Path, folder: Path) -> dict[str, tuple[Path, str]]:
-    """Checkpoints that are none, and what is to be said of each."""
+    """Return broken checkpoints, with the words of the message for each."""
     folder.joinpath("empty").mkdir()
     folder.joinpath("notes.pt").write_text("not a checkpoint")
     torch.save({"weights": torch.zeros(3)}, folder / "foreign.pt")
     whole = (trained / "checkpoints" / "step-00000030.pt").read_bytes()
     folder.joinpath("torn.pt").write_bytes(whole[: len(whole) // 2])
     return {
-        "empty": (folder / "empty", "neither a checkpoint nor a folder of them"),
-        "text": (folder / "notes.pt", "no readable checkpoint"),
-        "foreign": (folder / "foreign.pt", "not of this trainer"),
-        "torn": (folder / "torn.pt", "no readable checkpoint"),
+        "empty": (folder / "empty", "neither a checkpoint nor a folder of checkpoints"),
+        "text": (folder / "notes.pt", "not a readable checkpoint"),
+        "foreign": (folder / "foreign.pt", "another program wrote it"),
+        "torn": (folder / "torn.pt", "not a readable checkpoint"),
     }
 
 

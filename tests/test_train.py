@@ -17,17 +17,17 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-import train as train_module
 from conf.schema import Config, TrainConfig
-from data import loader, tokenizers
-from data.config import DataConfig
+from data import tokenizers
 from errors import UserError
-from model.attention import AttentionConfig, build_attention
+from model.attention import Flash2Config, NaiveConfig, build_attention
 from model.gpt2 import GPT2, ModelConfig
 from tests.e2e import ROOT, TINY, at_call, curve, load, rows, run, start, train, wait_for_step
-from trainer.checkpoint import Checkpoints, find
+from trainer import evaluation
+from trainer.build import compile_model
+from trainer.checkpoint.folder import find
+from trainer.checkpoint.policy import Checkpoints
 from trainer.meters import ThroughputMeter
-from trainer.parts import compile_model
 from trainer.precision import Compute
 
 pytest_plugins = ["tests.e2e"]
@@ -38,8 +38,8 @@ DEMANDING = ("train.max_steps=40", "train.grad_accumulation=2", "model.dropout=0
 SLOW_TRAINER = """
 import time, train
 quick_step = train.train_step
-train.train_step = lambda *args: (time.sleep(2 if args[1].step in (23, 24) else 0), quick_step(*args))[1]
-train.launch(train.train, "config")
+train.train_step = lambda *args: (time.sleep(2 if args[2].step in (23, 24) else 0), quick_step(*args))[1]
+train.launch(train.main, "config")
 """
 
 
@@ -110,7 +110,7 @@ def test_what_was_compiled_is_taken_from_the_disk_at_the_next_start(tmp_path, mo
     ids = torch.zeros(2, 64, dtype=torch.long, device="cuda")
     for _ in ("cold", "warm"):
         torch._dynamo.reset()
-        model = GPT2(shape, build_attention(AttentionConfig("flash2"))).cuda()
+        model = GPT2(shape, build_attention(Flash2Config())).cuda()
         compute = Compute(ids.device, torch.bfloat16)
         with compute.autocast():
             compile_model(model, TrainConfig(), compute)(ids, ids).backward()
@@ -149,7 +149,7 @@ def test_sigterm_and_sigint_save_a_checkpoint_and_say_how_to_continue(workplace)
         out, err = processes[name].communicate(timeout=60)
         assert processes[name].returncode == 128 + number
         assert "Traceback" not in out + err
-        step, remedy = re.search(rf"{number.name}.* step (\d+).*(checkpoint\.resume=\S+)", out).groups()
+        remedy, step = re.search(rf"{number.name} after step .*(checkpoint\.resume=\S+step-0*(\d+)\.pt)", out).groups()
         assert curve(name) == [(i,) for i in range(1, int(step) + 1)]
         train(name, no_evaluation, remedy, f"train.max_steps={int(step) + 2}").ok()
         assert curve(name) == [(i,) for i in range(1, int(step) + 3)]
@@ -162,7 +162,7 @@ def test_signal_between_steps_loses_no_step(workplace, monkeypatch, moment, inte
 
     The evaluation follows step 12, so there is an older checkpoint with an interval of 5 and none with one of 16.
     """
-    method = {"evaluation": "save_best", "saving": "save"}[moment]
+    method = {"evaluation": "save_if_best", "saving": "save"}[moment]
     terminate = at_call(1, lambda: os.kill(os.getpid(), signal.SIGTERM), getattr(Checkpoints, method))
     monkeypatch.setattr(Checkpoints, method, terminate)
     outcome = train("run", "train.max_steps=60", "train.eval_interval=12", f"checkpoint.interval={interval}")
@@ -206,7 +206,7 @@ def test_weights_that_are_not_finite_are_not_saved_as_if_they_were(workplace, in
     resume = ("train.max_steps=9", "checkpoint.resume=run/checkpoints", "optimizer.lr=1e300")
     outcome = train("run", *resume, f"checkpoint.interval={interval}", f"checkpoint.asynchronous={beside}")
     assert outcome.code == 2
-    sentence = r"the weights are not finite after step [56], and are not saved; lower optimizer\.lr, and continue with"
+    sentence = r"the weights are not finite after step [56] and are not saved; lower optimizer\.lr, and continue with"
     assert re.search(rf"{sentence} checkpoint\.resume=\S+/run/checkpoints/step-00000004\.pt", outcome.err)
     assert sorted(path.name for path in Path("run/checkpoints").glob("step-*")) == [
         "step-00000002.pt",
@@ -249,7 +249,7 @@ def test_timing_leaves_out_evaluation_and_checkpoints(workplace, monkeypatch):
 
     monkeypatch.setitem(ThroughputMeter.__init__.__kwdefaults__, "clock", lambda: time.perf_counter() + skipped_s)
     monkeypatch.setattr(Checkpoints, "save", slow(Checkpoints.save))
-    monkeypatch.setattr(loader, "validation_batches", slow(loader.validation_batches))
+    monkeypatch.setattr(evaluation, "validation_batches", slow(evaluation.validation_batches))
     train("run", "train.max_steps=8", "train.log_interval=4", "train.eval_interval=3", "checkpoint.interval=6").ok()
     assert skipped_s == 5000
     assert all(row["perf/step_ms"] < 100_000 for row in rows("run") if "perf/step_ms" in row)
@@ -259,25 +259,27 @@ def test_timing_leaves_out_evaluation_and_checkpoints(workplace, monkeypatch):
 def test_validation_has_the_shape_of_a_micro_step(monkeypatch, processes):
     """What fits in training fits there, and torch.compile meets no other batch."""
     shape = ModelConfig(n_layer=1, n_head=2, n_embd=32, context_length=4, vocab_size=65)
-    config = Config(data=DataConfig("tokens", dir="", tokenizer="byte"), train=TrainConfig(batch_size=8))
     asked = []
 
     def batches(tokens, *, batch_size, **options):
         asked.append(batch_size)
         return iter([tuple(torch.zeros(2, batch_size, 4, dtype=torch.int64))])
 
-    monkeypatch.setattr(train_module, "validation_batches", batches)
+    monkeypatch.setattr(evaluation, "validation_batches", batches)
     world = SimpleNamespace(size=processes, rank=0, sum=lambda x: x, agreed=lambda act: act())
-    world.is_stopped = lambda stop: False
     compute = SimpleNamespace(world=world, device=torch.device("cpu"), autocast=nullcontext)
-    model = GPT2(shape, build_attention(config.attention))
-    metrics = train_module.evaluate(model, shape, config, compute, SimpleNamespace(val=None, dir=Path()), None)
+    model, tokens = (
+        GPT2(shape, build_attention(NaiveConfig())),
+        SimpleNamespace(val=None, dir=Path(), tokenizer="byte"),
+    )
+    options = {"document_mask": False, "is_stopped": lambda: False}
+    metrics = evaluation.validate(model, tokens, shape, TrainConfig(batch_size=8), compute, **options)
     assert asked == [8 // processes] and math.isfinite(metrics["val/loss"])
 
 
 def test_saved_configuration_is_the_one_that_ran(workplace, trained):
     train("run", "train.max_steps=1", "model.dropout=0.1", "wandb.tags=[a,b]", "precision=bf16").ok()
-    saved = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load("run/config.yaml")))
+    saved = OmegaConf.to_object(OmegaConf.merge(Config(attention=Flash2Config()), OmegaConf.load("run/config.yaml")))
     assert isinstance(saved, Config)
     assert (saved.model.n_embd, saved.model.dropout, saved.train.max_steps) == (32, 0.1, 1)
     assert (saved.attention.name, saved.precision.name, saved.wandb.tags) == ("flash2", "bf16", ["a", "b"])
@@ -324,7 +326,7 @@ def test_run_started_afresh_in_an_old_folder_is_refused(workplace):
     train("run", "train.max_steps=30", "checkpoint.interval=10").ok()
     before = Path("run/metrics.jsonl").read_bytes()
     outcome = train("run", "train.max_steps=20", "checkpoint.interval=10")
-    assert outcome.code == 2 and "step-00000030.pt is of a later step than the 0" in outcome.err
+    assert outcome.code == 2 and "step-00000030.pt is past step 0" in outcome.err
     outcome = train("run", "train.max_steps=40", "checkpoint.resume=run/checkpoints/step-00000020.pt")
     assert outcome.code == 2 and "choose another checkpoint.dir" in outcome.err
     assert Path("run/metrics.jsonl").read_bytes() == before and find("run").name == "step-00000030.pt"
@@ -333,10 +335,10 @@ def test_run_started_afresh_in_an_old_folder_is_refused(workplace):
 def test_run_without_gpt2s_vocabulary_still_ends_well(workplace, monkeypatch):
     """Only the sample at the end needs the vocabulary, which a machine without a network may lack."""
 
-    def offline():
+    def offline(self):
         raise UserError("GPT-2's vocabulary is not cached and could not be downloaded")
 
-    monkeypatch.setattr(tokenizers, "_load_gpt2", offline)
+    monkeypatch.setattr(tokenizers.GPT2Tokenizer, "__init__", offline)
     outcome = train("run", "data.tokenizer=gpt2", "train.max_steps=2", "train.sample_tokens=5")
     assert outcome.code == 0, outcome.err
     assert outcome.out.splitlines()[-1].startswith("outputs in")
@@ -359,7 +361,7 @@ def test_a_resumed_run_goes_by_its_own_settings(workplace):
     tokens = {row["step"]: row["tokens"] for row in rows("again")}
     assert tokens == {4: (3 * 2 + 4) * 32, 5: (3 * 2 + 8) * 32}
     refused = train("more", "train.max_steps=4", *later)
-    assert refused.code == 2 and "has 5 steps behind it, more than train.max_steps=4" in refused.err
+    assert refused.code == 2 and "is at step 5, past train.max_steps=4" in refused.err
 
 
 def test_pretrained_weights_are_where_training_starts(workplace, trained, exported):
@@ -377,7 +379,7 @@ def test_a_resumed_run_does_without_what_it_once_started_from(workplace, exporte
     train("more", *first[:2], "train.max_steps=3", "checkpoint.resume=auto").ok()
     assert [row["step"] for row in rows("more")] == [3]
     refused = train("none", "model.pretrained=start")
-    assert refused.code == 2 and "model.pretrained=start is no folder" in refused.err
+    assert refused.code == 2 and "model.pretrained=start is not a folder" in refused.err
 
 
 def test_prepared_text_trains(workplace):

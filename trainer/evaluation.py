@@ -1,8 +1,8 @@
-"""Loss and perplexity over the whole of a token file, by windows that slide over it."""
+"""Loss and perplexity: over a run's fixed validation tokens, and over a whole token file."""
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,57 +11,70 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
 
-from data.loader import IGNORED, document_options, gather
-from data.tokenizers import Tokenizer
+from data.loader import IGNORED, document_options, gather, validation_batches
+from data.tokenizers import Tokenizer, end_of_text
+from data.tokens import TokenSet
 from errors import UserError
+from model.gpt2 import ModelConfig
+from trainer.config import TrainConfig
 from trainer.precision import Compute
 
 
 def perplexity(loss: float) -> float:
-    """exp of a loss in nats; infinite where that overflows, and NaN of NaN."""
+    """Return exp(loss) for a loss in nats: infinite if that overflows, NaN for NaN."""
     return math.inf if loss >= 700 else math.exp(loss)
 
 
-@dataclass
-class EvaluationConfig:
-    """How eval_only=true goes over the validation tokens."""
+@torch.no_grad()
+def validate(
+    model: nn.Module,
+    tokens: TokenSet,
+    shape: ModelConfig,
+    settings: TrainConfig,
+    compute: Compute,
+    *,
+    document_mask: bool,
+    is_stopped: Callable[[], bool],
+) -> dict[str, float]:
+    """Return val/loss (nats) and val/perplexity over train.eval_tokens validation tokens, always the same ones.
 
-    context_length: int | None = None
-    """Tokens of a window; null is the model's."""
-    stride: int | None = None
-    """Tokens from one window to the next, of which the last so many are scored; null is the context: no overlap."""
-
-    def __post_init__(self):
-        for key in ("context_length", "stride"):
-            if getattr(self, key) is not None and getattr(self, key) < 1:
-                raise UserError(f"evaluation.{key}={getattr(self, key)} must be at least 1")
-
-    def sizes(self, longest: int) -> tuple[int, int]:
-        """Context and stride for a model of `longest` positions.
-
-        Raises:
-            UserError: a context that is longer, or a stride that would leave tokens out.
-        """
-        context = longest if self.context_length is None else self.context_length
-        stride = context if self.stride is None else self.stride
-        if context > longest:
-            raise UserError(f"evaluation.context_length={context} is longer than the model's {longest}; set it lower")
-        if stride > context:
-            raise UserError(
-                f"evaluation.stride={stride} would leave tokens out, being longer than the context of {context}; set "
-                "evaluation.stride lower"
-            )
-        return context, stride
+    Each process reads its part. Returns {} if `is_stopped`: the time after a stop signal is for saving.
+    """
+    model.eval()
+    world, eot = compute.world, end_of_text(tokens.tokenizer)
+    batches = validation_batches(
+        tokens.val,
+        batch_size=settings.share(world.size)[0],
+        context_length=shape.context_length,
+        max_tokens=settings.eval_tokens,
+        device=compute.device,
+        vocab_size=shape.vocab_size,
+        name=str(tokens.dir / "val.bin"),
+        rank=world.rank,
+        ranks=world.size,
+        agree=world.agreed,
+    )
+    total, count = torch.zeros(2, dtype=torch.float64, device=compute.device)
+    for inputs, targets in batches:
+        if is_stopped():
+            return {}
+        counted = (targets != IGNORED).sum()
+        with compute.autocast():
+            loss = model(inputs, targets, **document_options(inputs, eot, document_mask))
+        total += torch.where(counted > 0, loss * counted, 0)  # the mean loss over no targets is NaN
+        count += counted
+    total, count = world.sum(torch.stack((total, count))).tolist()
+    loss = total / count
+    return {"val/loss": loss, "val/perplexity": perplexity(loss)}
 
 
 @dataclass
 class Score:
-    """What a model makes of a token file: every token but the first is predicted once."""
+    """A model's score on a token file. Words are separated by white space; end-of-text tokens are not words."""
 
     nats: float
     tokens: int
     words: int
-    """Words of the text, separated by white space; none of them an end of text."""
 
     @property
     def loss(self) -> float:
@@ -69,17 +82,28 @@ class Score:
 
     @property
     def perplexity(self) -> float:
-        """Per token."""
+        """Perplexity per token."""
         return perplexity(self.loss)
 
     @property
     def word_perplexity(self) -> float:
-        """Per word, ends of text being paid for: what figures of word-level models are compared with."""
+        """Perplexity per word, comparable with word-level models."""
         return perplexity(self.nats / max(self.words, 1))
 
 
+def window_sizes(context_length: int | None, stride: int | None, longest: int) -> tuple[int, int]:
+    """Return context and stride in tokens for a model of `longest` positions; None stands for the longest."""
+    context = longest if context_length is None else context_length
+    stride = context if stride is None else stride
+    if context > longest:
+        raise UserError(f"context_length={context} exceeds the model's {longest} positions; lower it")
+    if stride > context:
+        raise UserError(f"stride={stride} exceeds the context of {context} tokens and would leave tokens out; lower it")
+    return context, stride
+
+
 def windows(count: int, context: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """(start, stop, scored): inputs from start to stop, of whose targets, one further on, the last `scored` count."""
+    """Yield (start, stop, scored): the inputs are tokens[start:stop], and the last `scored` targets count."""
     start = done = 0
     while done < count - 1:
         stop = min(start + context, count - 1)
@@ -100,15 +124,13 @@ def score(
     compute: Compute,
     document_mask: bool = False,
 ) -> Score:
-    """The model's score on `tokens`, one dimension, `batch` windows at a time; a terminal is shown how far it is.
-
-    Raises:
-        UserError: fewer than two tokens, or one that the model does not know; DataError as data.loader.gather.
-    """
-    if len(tokens) < 2 or tokens.max() >= model.config.vocab_size:
+    """Score the model on `tokens` (n,), `batch` windows at a time, with a progress bar on a terminal."""
+    if len(tokens) < 2:
+        raise UserError(f"{name} holds {len(tokens)} tokens, and an evaluation needs 2; prepare more text")
+    if tokens.max() >= model.config.vocab_size:
         raise UserError(
-            f"these {len(tokens)} validation tokens, up to {tokens.max()}, are none for a model of "
-            f"{model.config.vocab_size}; choose the data of its tokenizer"
+            f"{name} holds token {tokens.max()}, but the model's vocabulary has {model.config.vocab_size} entries; "
+            "prepare the data with the model's tokenizer"
         )
     words = count_words(tokens, tokenizer)
     model.eval()
@@ -118,8 +140,8 @@ def score(
     shown = {"console": console, "disable": not console.is_terminal, "transient": True}
     for i, place in enumerate(track(places, "evaluating", **shown)):
         pending.append(place)
-        alike = i + 1 < len(places) and places[i + 1][1] - places[i + 1][0] == place[1] - place[0]
-        if len(pending) == batch or not alike:
+        same_length_next = i + 1 < len(places) and places[i + 1][1] - places[i + 1][0] == place[1] - place[0]
+        if len(pending) == batch or not same_length_next:
             inputs, targets = (x.to(compute.device) for x in _gather(tokens, pending, model.config.vocab_size, name))
             options = document_options(inputs, tokenizer.eot, document_mask)
             with compute.autocast():
@@ -131,7 +153,7 @@ def score(
 def _gather(
     tokens: np.ndarray, places: list[tuple[int, int, int]], vocab_size: int, name: str
 ) -> tuple[Tensor, Tensor]:
-    start, stop, _ = places[0]  # all are as long
+    start, stop, _ = places[0]  # all have the same length
     inputs, targets = gather(tokens, [start for start, *_ in places], stop - start, vocab_size, name)
     for row, (start, stop, scored) in zip(targets, places, strict=True):
         row[: stop - start - scored] = IGNORED
@@ -139,7 +161,7 @@ def _gather(
 
 
 def count_words(tokens: np.ndarray, tokenizer: Tokenizer) -> int:
-    """Words of the documents' texts."""
+    """Return the number of words in the documents' texts."""
     bounds = [0, *(np.flatnonzero(tokens == tokenizer.eot) + 1).tolist(), len(tokens)]
     texts = (
         tokenizer.decode(tokens[a:b][tokens[a:b] != tokenizer.eot].tolist()) for a, b in itertools.pairwise(bounds)

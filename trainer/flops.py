@@ -1,29 +1,24 @@
-"""How this project counts floating-point operations; nothing else in it does.
+"""The count of floating-point operations. No other module counts them.
 
-A multiply-add is two operations, and a backward pass costs two forward passes, so that a weight costs 6 operations per
-token: 6N, with N every parameter but the position table, which is looked up and never multiplied. The token table is
-looked up too, but it is also the head's matrix, and counts as that.
+A multiply-add is two operations, and a backward pass costs two forward passes. So a weight costs 6 operations per
+token: 6N in all. N leaves out the position table, which is only looked up. The token table counts, because it is also
+the matrix of the head.
 
-Attention multiplies no weights. Per token and layer QK^T and PV cost 2 T d each, 4 T d together, and three times that
-with the backward pass: 12 L d T. That is the convention of the FlashAttention papers, Megatron-LM and PaLM: causality
-halves nothing, and what is computed a second time (activations, or the scores in a fused backward) is not counted.
-`causal=True` gives the work that causal attention cannot avoid, 6 L d T, for those who want the stricter figure. An
-attention that leaves pairs of tokens out, by a window or a list of blocks, counts for the share of the causal pairs
-that it keeps; what documents hide is in the data, and counts.
+Per token and layer, QK^T and PV cost 2 T d each, and three times that with the backward pass: 12 L d T in all. This is
+the convention of the FlashAttention papers, Megatron-LM and PaLM: causality halves nothing, and recomputation does not
+count. `causal=True` halves it to 6 L d T. An attention that leaves out pairs of tokens, by a window or by blocks,
+counts for the share of the causal pairs that it keeps. Pairs that documents hide count in full.
 
-An attention kernel is measured by what it computes: 4 B H T^2 D forward, for the two matmuls, halved when causal; 2.5
-times that backward, which has five (S and dP again, then dQ, dK and dV).
+An attention kernel costs 4 B H T^2 D forward, for two matmuls, and half of that if causal. The backward pass has five
+matmuls (S and dP, then dQ, dK and dV) and costs 2.5 times the forward pass.
 
 B batch, T sequence, H heads, D head size, d embedding width, L layers.
 """
 
 import torch
 
-TENSOR_CORE_DTYPES = (torch.bfloat16, torch.float16)
-
-# Dense 16-bit peak with fp32 accumulation, in TFLOP/s, by the exact name the driver reports. Exact, because names nest
-# (A10 in A100, L4 in L40S, RTX 4090 in "RTX 4090 Laptop GPU") and a MIG slice bears its card's name with a suffix.
-# Where a datasheet gives only the figure with sparsity, this is half of it.
+# Dense 16-bit peak with fp32 accumulation, in TFLOP/s, by the exact name that the driver reports. Names nest (A10 in
+# A100), and a MIG slice has its card's name with a suffix. Halved if a datasheet gives only a figure with sparsity.
 PEAK_TFLOPS = {
     # NVIDIA A100 datasheet (2021)
     "NVIDIA A100-SXM4-40GB": 312.0,
@@ -60,21 +55,16 @@ PEAK_TFLOPS = {
 def model_flops_per_token(
     n_params: int, n_layer: int, n_embd: int, context_length: int, causal: bool = False, kept: float = 1.0
 ) -> int:
-    """FLOPs of one training step, forward and backward, per token: 6N + 12 L d T.
+    """Return the FLOPs per token of a training step: 6N + 12 L d T, or 6N + 6 L d T if `causal`.
 
-    `n_params` leaves out the position table. With `causal` the attention term is halved: 6N + 6 L d T. `kept` is the
-    share of the causal pairs of tokens that attention computes.
+    `n_params` leaves out the position table. `kept` is the share of the causal pairs of tokens that attention computes.
     """
     attention = (6 if causal else 12) * n_layer * n_embd * context_length
     return 6 * n_params + round(attention * kept)
 
 
 def attention_flops(batch: int, heads: int, seq_len: int, head_dim: int, causal: bool, *, pass_: str) -> float:
-    """FLOPs of one attention call: 4 B H T^2 D forward, halved when causal.
-
-    `heads` counts query heads; sharing K and V among them saves no FLOPs. `pass_` is "forward", "backward" (2.5 times
-    the forward) or "both" (3.5 times); ValueError for another.
-    """
+    """Return the FLOPs of one attention call. `heads` counts query heads; `pass_` is forward, backward or both."""
     forwards = {"forward": 1.0, "backward": 2.5, "both": 3.5}
     if pass_ not in forwards:
         raise ValueError(f"pass_ is {pass_!r}; it must be one of {', '.join(forwards)}")
@@ -83,12 +73,10 @@ def attention_flops(batch: int, heads: int, seq_len: int, head_dim: int, causal:
 
 
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
-    """The device's dense matmul peak in FLOP/s, for the name `torch.cuda.get_device_name` gives; None if not known.
+    """Return the device's dense matmul peak in FLOP/s, or None if it is unknown. Only 16-bit dtypes have a peak.
 
-    Known for bfloat16 and float16 on the devices of `PEAK_TFLOPS`. float32 has none, since whether its matmuls run as
-    TF32 is a setting; nor has a CPU. None means that no MFU can be said, which is better than a wrong one.
+    `device_name` is the name from torch.cuda.get_device_name. Whether fp32 runs as TF32 is a setting.
     """
-    tflops = PEAK_TFLOPS.get(device_name)
-    if tflops is None or dtype not in TENSOR_CORE_DTYPES:
+    if device_name not in PEAK_TFLOPS or dtype not in (torch.bfloat16, torch.float16):
         return None
-    return tflops * 1e12
+    return PEAK_TFLOPS[device_name] * 1e12

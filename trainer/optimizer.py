@@ -1,12 +1,13 @@
-"""AdamW, its learning-rate schedule, and the step that clips gradients and never applies a non-finite one."""
+"""AdamW, its learning-rate schedule, and gradient clipping that drops steps which are not finite."""
 
 import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from errors import UserError
+from errors import UserError, check_range
 from trainer.distributed.world import local_part
 
 
@@ -25,32 +26,29 @@ class OptimizerConfig:
     beta1: float = 0.9
     """Decay of the gradient's running mean, in [0, 1)."""
     beta2: float = 0.95
-    """Decay of its square's, in [0, 1)."""
+    """Decay of the squared gradient's running mean, in [0, 1)."""
     eps: float = 1e-8
     """Added to the root of the second moment."""
     weight_decay: float = 0.1
-    """Decoupled decay, on matrices only: not on biases, not on LayerNorm."""
+    """Decoupled decay of matrices and tables. Biases and LayerNorm do not decay."""
     grad_clip: float = 1.0
-    """Largest norm of the whole gradient; 0 leaves it as it is."""
+    """Largest norm of the whole gradient; 0 does not clip."""
 
     def __post_init__(self):
         for key in ("lr", "min_lr", "warmup_steps", "weight_decay", "grad_clip"):
-            value = getattr(self, key)
-            if value is not None and not 0 <= value < math.inf:
-                raise UserError(f"optimizer.{key}={value} must be a finite number of at least 0")
-        if not 0 < self.eps < math.inf:  # a row of the table that no token has would be divided by it
+            check_range(f"optimizer.{key}", getattr(self, key), 0)
+        check_range("optimizer.decay_steps", self.decay_steps, 1)
+        if not 0 < self.eps < math.inf:  # 0 would divide by zero for table rows that no token uses
             raise UserError(f"optimizer.eps={self.eps} must be a finite number above 0")
         for key in ("beta1", "beta2"):
             if not 0 <= getattr(self, key) < 1:
                 raise UserError(f"optimizer.{key}={getattr(self, key)} must be at least 0 and below 1")
-        if self.decay_steps is not None and self.decay_steps < 1:
-            raise UserError(f"optimizer.decay_steps={self.decay_steps} must be at least 1, or null for train.max_steps")
         if self.min_lr is not None and self.min_lr > self.lr:
-            raise UserError(f"optimizer.min_lr={self.min_lr} is above optimizer.lr={self.lr}; lower it, or raise lr")
+            raise UserError(f"optimizer.min_lr={self.min_lr} is above optimizer.lr={self.lr}; lower min_lr or raise lr")
 
 
 def learning_rate(step: int, config: OptimizerConfig, max_steps: int) -> float:
-    """Of the step after `step` finished ones: linear warm-up, then a cosine from lr to min_lr."""
+    """Return the rate of the step after `step` finished ones: linear warm-up, then a cosine from lr to min_lr."""
     min_lr = config.lr / 10 if config.min_lr is None else config.min_lr
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
@@ -60,14 +58,11 @@ def learning_rate(step: int, config: OptimizerConfig, max_steps: int) -> float:
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's fused AdamW, whose steps on a GPU are launches of kernels.adamw, one for each group of parameters.
-
-    In a step of four layers of gpt3-1.3b on an H200 they take 2.03 ms, and torch's own kernels 3.01.
-    """
+    """torch's fused AdamW. On a GPU, one launch of kernels.adamw updates a whole group of parameters."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """As torch.optim.AdamW's, which it is where there is no GPU."""
+        """Update all parameters. On a CPU this is torch.optim.AdamW's step."""
         if self.param_groups[0]["params"][0].device.type != "cuda":
             super().step()
             return
@@ -75,7 +70,7 @@ class AdamW(torch.optim.AdamW):
             self._step_of(group)
 
     def _step_of(self, group: dict) -> None:
-        from kernels.adamw.triton_kernel import adamw_  # Triton is needed, and installed, only where there is a GPU
+        from kernels.adamw.triton_kernels import adamw_  # only a GPU needs Triton
 
         weights = [p for p in group["params"] if p.grad is not None]
         if not weights:
@@ -95,44 +90,40 @@ class AdamW(torch.optim.AdamW):
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """All parameters: those of two dimensions (matrices and tables) decay, the others do not."""
+    """Return two groups: matrices and tables decay, all other parameters do not."""
     decayed = [p for p in model.parameters() if p.ndim >= 2]
     others = [p for p in model.parameters() if p.ndim < 2]
-    assert len(decayed) + len(others) == len(list(model.parameters())), "a parameter is in no group"
     groups = {"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}
     return [group for group in groups if group["params"]]
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig, kind: type[torch.optim.AdamW] = AdamW) -> AdamW:
-    """Fused AdamW over all parameters; of another `kind` for those who compare."""
+    """Return fused AdamW over all parameters. Benchmarks pass another `kind` to compare with."""
     groups, betas = parameter_groups(model, config.weight_decay), (config.beta1, config.beta2)
     return kind(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
 
 
-def optimizer_step(optimizer: AdamW, scaler: torch.amp.GradScaler, lr: float, grad_clip: float) -> Tensor:
-    """Clips the gradients, takes one step at `lr`, clears them, and returns their norm before clipping (a scalar).
-
-    Gradients that are not finite leave weights and moments as they are; that is decided on the device, without waiting
-    for it: fused AdamW reads `found_inf`, the flag by which GradScaler skips the steps of fp16, and divides by
-    `grad_scale`, by which it unscales, and clips here without going over the gradients once more.
-    """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+def set_learning_rate(optimizer: AdamW, lr: float) -> None:
+    """Use `lr` for the next step, in all parameter groups."""
     for group in optimizer.param_groups:
         group["lr"] = lr
+
+
+def clip_gradients(optimizer: AdamW, scaler: torch.amp.GradScaler, grad_clip: float) -> Tensor:
+    """Clip the norm of the whole gradient to `grad_clip` (0: do not clip) and return the norm before it, a scalar.
+
+    If the norm is not finite, the optimizer's next step leaves weights and moments unchanged. The device decides that,
+    and the host does not wait: fused AdamW reads `found_inf`, the flag by which GradScaler skips fp16 steps. Without a
+    loss scale, AdamW also divides by `grad_scale`, which clips without another pass over the gradients.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if scaler.is_enabled():
         scaler.unscale_(optimizer)
-        norm = _whole(nn.utils.clip_grad_norm_(parameters, grad_clip or math.inf))
-        scaler.step(optimizer)
-        scaler.update()
+        norm = nn.utils.clip_grad_norm_(parameters, grad_clip or math.inf)
     else:
-        norm = _whole(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm  # over all processes
+    if not scaler.is_enabled():
         optimizer.grad_scale = (norm / (grad_clip or math.inf)).clamp(min=1)
         optimizer.found_inf = (~norm.isfinite()).float()
-        optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
     return norm
-
-
-def _whole(norm: Tensor) -> Tensor:
-    """The norm over all processes, where each holds the gradients of a part of the weights."""
-    return norm if type(norm) is Tensor else norm.full_tensor()  # a DTensor, whose import takes two seconds

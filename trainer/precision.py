@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from errors import UserError
+from errors import UserError, check_choice
 from trainer.distributed.world import ALONE, World
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -12,14 +12,13 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 @dataclass
 class PrecisionConfig:
-    """In what the matrix products are computed (group `precision`); weights and optimizer stay fp32."""
+    """The dtype of matrix products (group `precision`). Weights and optimizer stay fp32."""
 
     name: str = "auto"
     """auto (bf16 on a GPU that has it, fp32 elsewhere), bf16, fp16 (with a scaled loss) or fp32."""
 
     def __post_init__(self):
-        if self.name not in ("auto", *DTYPES):
-            raise UserError(f"precision.name={self.name} is unknown; choose one of auto, {', '.join(DTYPES)}")
+        check_choice("precision.name", self.name, ("auto", *DTYPES))
 
 
 @dataclass(frozen=True)
@@ -31,11 +30,11 @@ class Compute:
     world: World = ALONE
 
     def autocast(self) -> torch.autocast:
-        """Matrix products in `dtype`; a context that does nothing for fp32."""
+        """Return a context that computes matrix products in `dtype`. It does nothing for fp32."""
         return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
 
     def grad_scaler(self) -> torch.amp.GradScaler:
-        """Scales the loss for fp16, whose gradients would underflow; does nothing for other dtypes."""
+        """Return a scaler of the loss for fp16, whose gradients would underflow. It does nothing for other dtypes."""
         return torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
 
     @property
@@ -50,21 +49,13 @@ class Compute:
 
 
 def choose_compute(device: str, precision: PrecisionConfig, world: World = ALONE) -> Compute:
-    """What `device` (auto, cpu, cuda) and `precision` ask for; auto takes the GPU, and bf16 on it, where there is one.
-
-    Raises:
-        UserError: no such device here, or it cannot compute in that precision.
-    """
-    place = _choose_device(device)
-    return Compute(place, _choose_dtype(precision.name, place), world)
-
-
-def _choose_device(name: str) -> torch.device:
-    if name not in ("auto", "cpu", "cuda"):
-        raise UserError(f"device={name} is unknown; choose one of auto, cpu, cuda")
-    if name == "cuda" and not torch.cuda.is_available():
+    """Return the device for `device` (auto, cpu, cuda) and its dtype. auto takes the GPU and bf16 if possible."""
+    check_choice("device", device, ("auto", "cpu", "cuda"))
+    has_gpu = torch.cuda.is_available()
+    if device == "cuda" and not has_gpu:
         raise UserError("device=cuda, but torch sees no GPU here; set device=cpu, or install torch's CUDA build")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+    place = torch.device("cuda" if device != "cpu" and has_gpu else "cpu")
+    return Compute(place, _choose_dtype(precision.name, place), world)
 
 
 def _choose_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -7,20 +7,23 @@ from contextlib import suppress
 from types import FrameType
 from typing import Self
 
-SHOW_CURSOR = "\x1b[?25h"  # which a live progress line hides
+from trainer.distributed.world import ALONE, World
+
+SHOW_CURSOR = "\x1b[?25h"  # a live progress line hides it
 
 
 class StopRequest:
     """Context in which the first SIGINT or SIGTERM only sets `signal`, so that the run can save and end.
 
-    After it SIGINT ends the process at once, whatever it is at; SIGTERM changes nothing more, since launchers and
-    schedulers may well send it twice, but does so too after SIGINT: torchrun makes it of a second Ctrl-C. SIGHUP, of a
-    terminal that is closed, is as SIGTERM unless it is ignored, as nohup has it. SIGUSR1 and SIGUSR2 too wait for the
-    run to save where somebody handles them, as submitit does before a job of Slurm's has used up its time.
+    After it, SIGINT ends the process at once. A second SIGTERM changes nothing, because launchers often send it twice.
+    SIGTERM after SIGINT ends the process: torchrun sends it after a second Ctrl-C. SIGHUP counts like SIGTERM unless it
+    is ignored (nohup). SIGUSR1 and SIGUSR2 count if they have a handler: submitit sends them before a job's time is
+    over.
     """
 
-    def __init__(self):
+    def __init__(self, world: World = ALONE):
         self.signal: signal.Signals | None = None
+        self._world = world
 
     def __enter__(self) -> Self:
         handled = [number for number in (signal.SIGUSR1, signal.SIGUSR2) if callable(signal.getsignal(number))]
@@ -33,16 +36,24 @@ class StopRequest:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
+    def is_requested(self) -> bool:
+        """Return whether any process got a signal. All processes call this together, and then all have the signal."""
+        number = self._world.largest(0 if self.signal is None else int(self.signal))
+        if not number:
+            return False  # even if a signal has come since: the other processes do not know
+        if self.signal is None:
+            self._heed(number)
+        return True
+
     def end_process(self) -> None:
-        """Ends it with 128 and the signal's number, or as the handler of SIGUSR1 and SIGUSR2 wants it: submitit's puts
-        the job back into the queue and ends the first process, and the others are not to fail before it has.
-        """
+        """After a signal, exit with 128 plus its number. After SIGUSR1 and SIGUSR2, call the original handler, by which
+        submitit puts the job back into the queue."""
         if self.signal in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             sys.exit(128 + self.signal)
-        self._handlers[self.signal](self.signal, None)
+        elif self.signal is not None:
+            self._handlers[self.signal](self.signal, None)
 
-    def heed(self, number: int) -> None:
-        """As if this process had got the signal, which another has."""
+    def _heed(self, number: int) -> None:
         self.signal = signal.Signals(number)
         for end_at_once in (signal.SIGINT, signal.SIGTERM) if number == signal.SIGINT else (signal.SIGINT,):
             signal.signal(end_at_once, signal.SIG_DFL)
@@ -50,8 +61,8 @@ class StopRequest:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None:
             return
-        self.heed(number)
+        self._heed(number)
         cursor = SHOW_CURSOR if os.isatty(2) else ""
-        told = f"{cursor}\n{self.signal.name}: saving after this step; Ctrl-C ends the run at once, without\n"
-        with suppress(OSError):  # nobody reads it, when the terminal is closed
-            os.write(2, told.encode())  # not by print, which the signal may have interrupted
+        told = f"{cursor}\n{self.signal.name}: saving after this step; Ctrl-C ends the run at once, without saving\n"
+        with suppress(OSError):  # the terminal may be closed
+            os.write(2, told.encode())  # not print, which the signal may have interrupted

@@ -1,11 +1,13 @@
-"""Each variant is held to the fp64 reference before it is timed.
+"""Compare each variant with the fp64 reference before it is timed.
 
-`error` is the largest, over out, dq, dk and dv, of |x - exact| / |exact| in the Frobenius norm. The variant runs on the
-whole input, all of which must come out finite; compared are some (sequence, head) pairs, evenly spread: 64 where T is
-512, 2 where it is 16k or more. `exact` is fp64, computed for 1024 queries at a time so that 64k fits. Where a backward
-pass runs out of memory, out alone is compared. Beyond three times the error of torch's math attention in the same dtype
-a variant is wrong, and gets no timing; fused_softmax and pytorch, which round scores, probabilities and the gradients
-of both to 16 bits, beyond four times.
+`error` is the largest |x - exact| / |exact| over out, dq, dk and dv, in the Frobenius norm. The variant runs on the
+whole input, and all its results must be finite. Some (sequence, head) pairs, evenly spread, are compared: 64 pairs at
+T = 512, 2 pairs from T = 16k. The fp64 reference is computed for 1024 queries at a time, so that 64k tokens fit. If the
+backward pass runs out of memory, only out is compared.
+
+A variant is wrong, and gets no timing, if its error exceeds 3 times the error of torch's math attention in the same
+dtype. For fused_softmax and pytorch the factor is 4, because they also round scores, probabilities and their gradients
+to 16 bits.
 
 B batch, T sequence length, H query heads, G key/value heads, D head size.
 """
@@ -18,18 +20,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.attention.contenders import Contender, Data
-from bench.attention.shapes import TOKENS, Cell
+from bench.attention.contenders import Contender, Inputs
+from bench.attention.shapes import TOKENS, AttentionShape
 from kernels.naive.definition import standard_attention, visible
 from model.attention import Attention
 
 NAMES = "out", "dq", "dk", "dv"
-FACTOR, FACTORS = 3, {"fused_softmax": 4, "pytorch": 4}  # times math attention's error, beyond which a variant is wrong
-CHUNK = 1024  # queries of the reference at a time
+FACTOR, FACTORS = 3, {"fused_softmax": 4, "pytorch": 4}  # allowed multiple of math attention's error
+CHUNK = 1024  # queries per call of the reference
+VANISHING = 1e-6  # per element; |exact| counts as at least this much
 
 
 class WrongResult(Exception):
-    """A variant's output or gradient is not attention's."""
+    """A variant's output or gradient differs from attention's."""
 
 
 class Truth(NamedTuple):
@@ -40,21 +43,23 @@ class Truth(NamedTuple):
     yardstick: list[float]
 
     def allowed(self, variant: str) -> list[float]:
-        """The largest relative errors at which a variant is right; math attention may be exact."""
-        rounding = 2 * torch.finfo(torch.float32).eps
-        return [max(FACTORS.get(variant, FACTOR) * error, rounding) for error in self.yardstick]
+        """Return the largest relative errors at which a variant is right."""
+        factor, exact_enough = FACTORS.get(variant, FACTOR), 2 * torch.finfo(torch.float32).eps
+        # Math attention may be exact. A gradient that vanishes still has rounding errors.
+        rounding = [10 if is_zero(exact) else exact_enough for exact in self.exact]
+        return [max(factor * error, least) for error, least in zip(self.yardstick, rounding, strict=True)]
 
 
 def pick(x: Tensor, kv_heads: int, pairs: tuple[Tensor, Tensor]) -> Tensor:
-    """(pairs, T, H / G or 1, D): the chosen pairs of x (B, T, H or G, D)."""
+    """Return the chosen pairs, (pairs, T, H / G or 1, D), of x (B, T, H or G, D)."""
     sequences, groups = pairs
     return x.unflatten(2, (kv_heads, -1))[sequences, :, groups]
 
 
 def in_chunks(attend: Attention, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *, causal: bool) -> list[Tensor]:
-    """out, dq, dk and dv in fp64 of `attend`, called for CHUNK queries at a time: T x T would not fit in memory.
+    """Return out, dq, dk and dv of `attend` in fp64, from CHUNK queries at a time because T x T does not fit in memory.
 
-    A causal mask aligned at the bottom right stays right if the keys end where the chunk's queries do.
+    In a causal chunk the keys end where the queries end, so a mask aligned at the bottom right stays correct.
     """
     out, dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float64, device=x.device) for x in (q, q, k, v))
     length = q.shape[1]
@@ -73,10 +78,9 @@ def in_chunks(attend: Attention, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, 
 def math_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, seen: Tensor | None = None
 ) -> Tensor:
-    """torch's math attention with the causal mask aligned at the bottom right: the yardstick of errors.
+    """Compute torch's math attention with a causal mask aligned at the bottom right. It is the yardstick of errors.
 
-    `seen`, (T, T) boolean, takes the place of that mask: k are the first keys of a sequence, and q its queries that end
-    where k does.
+    `seen` (T, T) boolean replaces the causal mask. The last query and the last key belong to the same token.
     """
     seq_q, seq_k = q.shape[1], k.shape[1]
     mask = visible(seq_q, seq_k, q.device) if causal else None
@@ -87,34 +91,39 @@ def math_attention(
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True).transpose(1, 2)
 
 
+def is_zero(exact: Tensor) -> bool:
+    """Return whether a result vanishes, as dq and dk do if a query sees one key."""
+    return bool(exact.norm() < VANISHING * exact.numel() ** 0.5)
+
+
 def relative_error(x: Tensor, exact: Tensor) -> float:
-    """|x - exact| / |exact| in the Frobenius norm."""
-    tiny = 1e-6 * exact.numel() ** 0.5  # dq and dk vanish where a query sees one key
+    """Return |x - exact| / |exact| in the Frobenius norm."""
+    tiny = VANISHING * exact.numel() ** 0.5
     return ((x.double() - exact).norm() / exact.norm().clamp(min=tiny)).item()
 
 
-def truth_of(cell: Cell, data: Data, seen: Tensor | None = None) -> Truth:
-    """The reference of a cell, and how far off math attention is.
+def truth_of(shape: AttentionShape, inputs: Inputs, seen: Tensor | None = None) -> Truth:
+    """Compute the reference of a shape, and math attention's errors.
 
-    `seen`, (T, T) boolean, is which keys each query of a causal cell sees, where it does not see all before it.
+    `seen` (T, T) boolean says which keys each query sees, for causal variants that leave keys out.
     """
-    all_pairs = cell.batch * cell.kv_heads
-    count = min(all_pairs, max(2, 2 * TOKENS // cell.seq_len))
-    chosen = torch.linspace(0, all_pairs - 1, count, dtype=torch.float64, device=data.q.device).long()
-    pairs = chosen // cell.kv_heads, chosen % cell.kv_heads
-    inputs = [pick(x, cell.kv_heads, pairs) for x in data[:4]]
+    all_pairs = shape.batch * shape.kv_heads
+    count = min(all_pairs, max(2, 2 * TOKENS // shape.seq_len))
+    chosen = torch.linspace(0, all_pairs - 1, count, dtype=torch.float64, device=inputs.q.device).long()
+    pairs = chosen // shape.kv_heads, chosen % shape.kv_heads
+    picked = [pick(x, shape.kv_heads, pairs) for x in inputs[:4]]
     yardstick = partial(math_attention, seen=seen)
     reference = standard_attention if seen is None else yardstick
-    exact = in_chunks(reference, *(x.double() for x in inputs), causal=cell.causal)
-    theirs = in_chunks(yardstick, *inputs, causal=cell.causal)
+    exact = in_chunks(reference, *(x.double() for x in picked), causal=shape.causal)
+    theirs = in_chunks(yardstick, *picked, causal=shape.causal)
     return Truth(pairs, exact, [relative_error(*both) for both in zip(theirs, exact, strict=True)])
 
 
-def check(contender: Contender, cell: Cell, truth: Truth) -> None:
-    """Runs a variant once on the whole input, and notes its error and the layout of its dout.
+def check(contender: Contender, shape: AttentionShape, truth: Truth) -> None:
+    """Run a variant once on the whole input. Store its error, and store dout in the layout of its output.
 
     Raises:
-        WrongResult: a shape, a value that is not finite, or an error beyond what is allowed.
+        WrongResult: the output has another shape, a result is not finite, or an error exceeds the allowed one.
     """
     out = contender.forward()
     if out.shape != contender.dout.shape:
@@ -125,13 +134,13 @@ def check(contender: Contender, cell: Cell, truth: Truth) -> None:
         grads = torch.autograd.grad(out, contender.leaves, contender.dout)
         got += grads if len(grads) == 3 else grads[0].unbind(2)
     except torch.OutOfMemoryError:
-        pass  # the rows of the passes with a backward will say so
+        pass  # the rows of the passes with a backward will report it
     errors = []
     for name, x, exact in zip(NAMES, got, truth.exact, strict=False):
         if not x.isfinite().all():
             raise WrongResult(f"{name} is not finite")
-        errors.append(relative_error(pick(x, cell.kv_heads, truth.pairs), exact))
-    contender.error = max(errors)
+        errors.append(relative_error(pick(x, shape.kv_heads, truth.pairs), exact))
+    contender.error = max(error for error, exact in zip(errors, truth.exact, strict=False) if not is_zero(exact))
     for name, error, allowed in zip(NAMES, errors, truth.allowed(contender.variant), strict=False):
         if error > allowed:
-            raise WrongResult(f"{name} is off by {error:.1e}, where {allowed:.1e} is allowed")
+            raise WrongResult(f"{name} is off by {error:.1e}; {allowed:.1e} is allowed")

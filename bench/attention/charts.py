@@ -1,7 +1,5 @@
 """The bar charts of the FlashAttention-2 paper (its figures 4 to 6) from the rows of bench.attention."""
 
-import hashlib
-import json
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from bench.attention.shapes import HIDDEN, TOKENS
-from bench.paper.text import whole_speed
+from bench.common.formatting import length_text, whole_speed
 
 TITLES = {
     "forward": "Attention forward speed",
@@ -43,7 +41,7 @@ class Panel(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As in the names of the cells."""
+        """The name, as in the names of the shapes."""
         return f"d{self.head_dim}_{'causal' if self.causal else 'full'}"
 
 
@@ -51,16 +49,16 @@ PANELS = [Panel(64, False), Panel(128, False), Panel(64, True), Panel(128, True)
 
 
 def panel_of(row: dict) -> Panel | None:
-    """The panel a row belongs to; None unless it has the paper's 16k tokens and hidden size 2048."""
+    """Return the panel of a row, or None if the row does not have the paper's 16k tokens and hidden size 2048."""
     panel = Panel(row["head_dim"], row["causal"])
     fits = row["batch"] * row["seq_len"] == TOKENS and row["heads"] * row["head_dim"] == HIDDEN
     return panel if fits and row["kv_heads"] == row["heads"] and panel in PANELS else None
 
 
 def draw(rows: list[dict], results: Path, environment: dict) -> list[Path]:
-    """Writes one picture per pass, as PNG and SVG, beside the results file, and returns their paths.
+    """Write one picture per pass, as PNG and SVG, beside the results file, and return their paths.
 
-    Rows of other shapes are left out, and a pass without any row gets no picture.
+    Only rows of the paper's shapes are drawn. A pass without such rows gets no picture.
     """
     paths = []
     for pass_, title in TITLES.items():
@@ -69,49 +67,43 @@ def draw(rows: list[dict], results: Path, environment: dict) -> list[Path]:
             figure = figure_of(shown, f"{title}, {shown[0]['dtype']}, {environment['gpu']}")
             for suffix in ("png", "svg"):
                 paths.append(results.with_name(f"{results.stem}-{pass_}.{suffix}"))
-                save(figure, paths[-1], rows)
+                save(figure, paths[-1])
     return paths
 
 
 def figure_of(rows: list[dict], title: str) -> Figure:
-    """Head sizes side by side, without mask above, causal below."""
+    """Draw the head sizes side by side, without a mask above, causal below."""
     figure = Figure(figsize=(17, 9.5), layout="constrained")
     grid = figure.subplots(2, 2)
     for axes, panel in zip(grid.flat, PANELS, strict=True):
         fill([row for row in rows if (row["head_dim"], row["causal"]) == panel], axes)
         axes.set_title(f"head size {panel.head_dim}, {'causal' if panel.causal else 'no mask'}", fontsize=12)
     handles = {label: bars for axes in grid.flat for bars, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    labels = [label for label, _ in LOOKS.values() if label in handles]
-    figure.legend([handles[label] for label in labels], labels, loc="outside lower center", ncols=8, frameon=False)
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=8, frameon=False)
     figure.suptitle(title, fontsize=15)
     return figure
 
 
 def fill(rows: list[dict], axes: Axes) -> None:
-    """Bars grouped by length, each with its speed on top; what ran out of memory, or failed, says so instead."""
+    """Draw bars grouped by length, each with its speed on top, or its status if it has no speed."""
     lengths = sorted({row["seq_len"] for row in rows})
-    variants = [variant for variant in LOOKS if any(row["variant"] == variant for row in rows)]
+    present = {row["variant"]: None for row in rows}
+    variants = [*(variant for variant in LOOKS if variant in present), *(v for v in present if v not in LOOKS)]
     width = 0.88 / max(len(variants), 1)
     for number, variant in enumerate(variants):
-        label, colour = LOOKS[variant]
+        label, colour = LOOKS.get(variant, (variant, "black"))  # a function of the user's has no look of its own
         of_variant = sorted((row for row in rows if row["variant"] == variant), key=lambda row: row["seq_len"])
         places = [lengths.index(row["seq_len"]) + (number - (len(variants) - 1) / 2) * width for row in of_variant]
         bars = axes.bar(places, [row["tflops"] or 0 for row in of_variant], width, color=colour, label=label)
         texts = [whole_speed(row, "tflops", variant == "flash2") for row in of_variant]
         axes.bar_label(bars, texts, rotation=90, fontsize=8, padding=2)
-    axes.set_xticks(range(len(lengths)), [str(n) if n < 1024 else f"{n // 1024}k" for n in lengths])
+    axes.set_xticks(range(len(lengths)), map(length_text, lengths))
     axes.set(xlabel="sequence length", ylabel="TFLOP/s")
     axes.margins(x=0.01, y=0.12)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def save(figure: Figure, path: Path, rows: list[dict]) -> None:
-    """The same bytes from the same numbers: nothing random and no date. The picture tells the rows it is drawn of."""
-    metadata = {"Description": digest(rows)} | ({"Date": None} if path.suffix == ".svg" else {})
+def save(figure: Figure, path: Path) -> None:
+    """Save a picture. The same numbers give the same bytes: ids in an SVG are not random, and there is no date."""
     with matplotlib.rc_context({"svg.hashsalt": "gpt2-flash"}):
-        figure.savefig(path, dpi=110, metadata=metadata)
-
-
-def digest(rows: list[dict]) -> str:
-    """What tells a picture of these rows from one of others."""
-    return f"sha256 of its rows: {hashlib.sha256(json.dumps(rows).encode()).hexdigest()}"
+        figure.savefig(path, dpi=110, metadata={"Date": None} if path.suffix == ".svg" else None)

@@ -1,6 +1,6 @@
-"""The shapes that attention is measured on: those of the FlashAttention-2 paper, and a few of our own.
+"""The shapes that attention is measured on: the shapes of the FlashAttention-2 paper, and a few of our own.
 
-The paper's protocol: 16k tokens in all, hidden size 2048, heads of 64 and 128, with a causal mask and without.
+The paper uses 16k tokens per batch, hidden size 2048, and heads of 64 and 128, with and without a causal mask.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 
 @dataclass(frozen=True)
-class Cell:
+class AttentionShape:
     """One shape that all variants are measured on."""
 
     name: str
@@ -26,7 +26,7 @@ class Cell:
     head_dim: int
     causal: bool = True
     kv_heads: int = 0
-    """As many as heads where 0."""
+    """0 stands for as many as heads."""
     packed: bool = False
     """q, k and v are views of one projection."""
     dtype: str = "bfloat16"
@@ -35,23 +35,28 @@ class Cell:
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
 
     def flops(self, pass_: str) -> float:
-        """FLOPs of one call."""
+        """Return the FLOPs of one call."""
         return attention_flops(self.batch, self.heads, self.seq_len, self.head_dim, self.causal, pass_=pass_)
 
 
-def paper_cells(head_dim: int, causal: bool) -> list[Cell]:
-    """One panel of the FlashAttention-2 paper's figures."""
+def paper_shapes(head_dim: int, causal: bool) -> list[AttentionShape]:
+    """Return the shapes of one panel of the FlashAttention-2 paper's figures."""
     panel, heads = f"d{head_dim}_{'causal' if causal else 'full'}", HIDDEN // head_dim
-    return [Cell(f"{panel}_{length}", TOKENS // length, length, heads, head_dim, causal) for length in LENGTHS]
+    return [
+        AttentionShape(f"{panel}_{length}", TOKENS // length, length, heads, head_dim, causal) for length in LENGTHS
+    ]
 
 
-# In order of interest, for those whose time runs out. 32 heads of 80 are GPT-3 2.7B's.
-CELLS = [
-    Cell("gpt2", batch=32, seq_len=1024, heads=12, head_dim=64, packed=True),
-    *paper_cells(64, causal=True),
-    *paper_cells(128, causal=True),
-    *(Cell(f"d80_causal_{length}", TOKENS // length, length, heads=32, head_dim=80) for length in (2048, 8192)),
-    *paper_cells(64, causal=False),
-    *paper_cells(128, causal=False),
-    Cell("64k", batch=1, seq_len=65536, heads=12, head_dim=64),
+# The most interesting shapes come first, because the time budget may end. 32 heads of 80 are from GPT-3 2.7B.
+SHAPES = [
+    AttentionShape("gpt2", batch=32, seq_len=1024, heads=12, head_dim=64, packed=True),
+    *paper_shapes(64, causal=True),
+    *paper_shapes(128, causal=True),
+    *(
+        AttentionShape(f"d80_causal_{length}", TOKENS // length, length, heads=32, head_dim=80)
+        for length in (2048, 8192)
+    ),
+    *paper_shapes(64, causal=False),
+    *paper_shapes(128, causal=False),
+    AttentionShape("64k", batch=1, seq_len=65536, heads=12, head_dim=64),
 ]

@@ -1,29 +1,126 @@
-"""What the command lines of the benchmarks take, for argparse."""
+"""The command line that all benchmarks share: Hydra's key=value, without a YAML file or a help text of its own."""
 
-import argparse
+import ast
+import inspect
+import math
 import os
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Collection
+from dataclasses import MISSING, fields
 from pathlib import Path
+from typing import TypeVar
+
+import omegaconf
+from hydra.core.config_store import ConfigStore
+
+from conf import cli
+from errors import UserError
+
+Settings = TypeVar("Settings")
+WIDTH = 110  # columns of the help text
+INDENT = 18 * " "
 
 
-def output_file(text: str) -> Path:
-    """A file to write: what cannot be written is refused before anything is measured."""
-    path = Path(text)
-    if path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is a folder; name a file in it")
-    there = next(parent for parent in path.absolute().parents if parent.exists())
-    if not (there.is_dir() and os.access(there, os.W_OK)):
-        reason = "Permission denied" if there.is_dir() else "Not a directory"
-        raise argparse.ArgumentTypeError(f"{text} cannot be written ({reason}: {there}); name another file")
-    return path
+def launch(run: Callable[[Settings], None], settings: type[Settings]) -> None:
+    """Call `run` with the dataclass `settings`, filled from the command line.
+
+    `--help` prints the docstring of run's module, then each field with its default and its docstring. A UserError ends
+    the program with one sentence on stderr and status 2.
+    """
+    program = program_name(run)
+    name = program.replace(".", "_")
+    text = help_text(program, inspect.getmodule(run).__doc__ or "", settings)
+    hydra = {
+        "job": {"name": program},
+        "output_subdir": None,
+        "run": {"dir": "."},
+        "help": {"app_name": program, "template": text.replace("$", "$$")},  # Hydra would substitute $NAME
+    }
+    quiet = [{"override hydra/job_logging": "none"}, {"override hydra/hydra_logging": "none"}]
+    lists = [field.name for field in fields(settings) if "list[" in str(field.type)]
+    sys.argv[1:] = [_with_brackets(argument, lists) for argument in sys.argv[1:]]
+    store = ConfigStore.instance()
+    store.store(name=f"{name}_schema", node=settings)
+    store.store(name=name, node={"defaults": [f"{name}_schema", "_self_", *quiet], "hydra": hydra})
+    cli.launch(run, name)
 
 
-def positive(text: str) -> int:
-    """An integer of 1 or more."""
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
-    return number
+def program_name(run: Callable) -> str:
+    """Return the name that `python -m` starts the program by, such as bench.attention."""
+    spec = sys.modules["__main__"].__spec__
+    module = spec.name if spec and spec.name.startswith("bench.") else run.__module__
+    return module.removesuffix(".__main__")
 
 
-def sizes(text: str) -> tuple[int, ...]:
-    """Integers of 1 or more, separated by commas."""
-    return tuple(map(positive, text.split(",")))
+def help_text(program: str, about: str, settings: type) -> str:
+    """Return the text of `--help`."""
+    documented, lines = field_docs(settings), []
+    for field in fields(settings):
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        required = default in (MISSING, omegaconf.MISSING)
+        explained = f"{documented.get(field.name, '')} ({'required' if required else _as_written(default)})"
+        wrapped = textwrap.wrap(explained, WIDTH, initial_indent=INDENT, subsequent_indent=INDENT)
+        lines += [f"  {field.name:15} {wrapped[0].lstrip()}", *wrapped[1:]]
+    head = [about.strip(), "", f"Usage: python -m {program} [key=value ...]", "", "Settings and their defaults:"]
+    return "\n".join([*head, *lines])
+
+
+def field_docs(settings: type) -> dict[str, str]:
+    """Return the docstring under each field of a dataclass, in one line."""
+    [body] = ast.parse(textwrap.dedent(inspect.getsource(settings))).body
+    docs = {}
+    for node, following in zip(body.body, body.body[1:], strict=False):
+        if isinstance(node, ast.AnnAssign) and isinstance(following, ast.Expr):
+            docs[node.target.id] = " ".join(ast.literal_eval(following.value).split())
+    return docs
+
+
+def _with_brackets(argument: str, lists: Collection[str]) -> str:
+    """Return cells=[gpt2] for cells=gpt2 if `cells` is a list."""
+    key, _, value = argument.partition("=")
+    is_word = re.fullmatch(r"[\w.:+-]+", value) and value != "null"
+    return f"{key}=[{value}]" if key in lists and is_word else argument
+
+
+def _as_written(value: object) -> str:
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(_as_written, value))}]"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def check_output_file(key: str, path: str | Path | None) -> None:
+    """Refuse a file that cannot be written, before anything is measured. None is accepted."""
+    if path is None:
+        return
+    if Path(path).is_dir():
+        raise UserError(f"{key}={path} is a folder; name a file in the folder")
+    folder = next(parent for parent in Path(path).absolute().parents if parent.exists())
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+        reason = "permission denied" if folder.is_dir() else "not a directory"
+        raise UserError(f"{key}={path} cannot be written ({folder}: {reason}); name another file")
+
+
+def check_positive(settings: object, *keys: str, most: float = math.inf) -> None:
+    """Refuse a number, or a list with a number, that is not positive or is above `most`. None is accepted."""
+    for key in keys:
+        value = getattr(settings, key)
+        for number in _items(key, value):
+            if not number > 0:  # also true of NaN
+                raise UserError(f"{key}={_as_written(value)} must be positive; give a number above 0")
+            if number > most:
+                raise UserError(f"{key}={_as_written(value)} is too large; give at most {most}")
+
+
+def check_choice(key: str, value: str | list[str] | None, choices: Collection[str]) -> None:
+    """Refuse a value, or a list with a value, that is not one of `choices`. None is accepted."""
+    for name in _items(key, value):
+        if name not in choices:
+            raise UserError(f"{key}={name} is unknown; choose one of {', '.join(choices)}")
+
+
+def _items(key: str, value: object) -> list:
+    if value == []:
+        raise UserError(f"{key}=[] is empty; give at least one value")
+    return value if isinstance(value, list) else [] if value is None else [value]

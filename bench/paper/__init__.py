@@ -1,11 +1,9 @@
 """The tables and figures of the FlashAttention papers, measured on this machine: python -m bench.paper --help.
 
-Each table is a module of this package with
-- TITLE, its headline;
-- cells(config), what is measured, as dictionaries; each cell gets a process of its own;
-- measure(cell, gpu, config), which yields the rows of a cell, in that process;
-- markdown(rows), the table and what has to be said of it;
-- pictures(rows, where), a matplotlib figure for each ending of the file's name.
-
-A row holds what is in its cell, and "status": ok, oom or failed, with a "message" where it failed.
+runner.py           the program: which cells are missing, progress, results files, pages and pictures
+worker.py           the process that measures one cell
+tables/             one module per table
+training_steps.py, perplexities.py      measurements that the tables of training share
+attentions.py, baselines.py             the attentions by name, and two that only the papers' figures need
+byte_counts.py, hbm_counters.py         bytes to and from HBM: counted by formula, and read from the GPU's counters
 """

@@ -1,7 +1,8 @@
 """python -m bench.paper"""
 
+from bench.common.command_line import launch
 from bench.paper.runner import run
-from conf.cli import launch
+from bench.paper.settings import PaperSettings
 
 if __name__ == "__main__":
-    launch(run, "paper")
+    launch(run, PaperSettings)

@@ -1,4 +1,4 @@
-"""Training runs as a report sees them: found, read, and told apart by their settings."""
+"""The training runs of a report: find their folders, read their metrics, and compare their settings."""
 
 import glob
 import json
@@ -20,90 +20,86 @@ Row = dict[str, float | None]
 
 
 @dataclass(frozen=True)
-class Run:
-    """What one run of train.py left behind."""
+class TrainingRun:
+    """The settings and metrics of one run of train.py."""
 
     name: str
-    """Its folder, below the one that all runs of the report share."""
+    """The run's folder, relative to the parent folder that all runs of the report share."""
     settings: dict[str, str]
-    """By dotted key, as YAML spells them; empty where the folder has no config.yaml."""
+    """Values as in YAML by dotted key; empty if the folder has no config.yaml."""
     rows: list[Row]
-    """Of metrics.jsonl; None is a metric that was not finite."""
+    """The rows of metrics.jsonl; None is a metric that was not finite."""
 
     def series(self, key: str) -> dict[int, float | None]:
-        """A metric by the number of its row, for the rows that have it."""
+        """Return a metric by the number of its row, for the rows that have it."""
         return {number: row[key] for number, row in enumerate(self.rows) if key in row}
 
     def finite(self, key: str) -> list[float]:
-        """A metric's finite values."""
         return [value for value in self.series(key).values() if value is not None]
 
     def typical(self, key: str) -> float | None:
-        """The median over the second half of the rows that have the metric, as bench.parity takes it."""
+        """Return the median over the second half of the rows that have the metric, as bench.parity does."""
         values = self.finite(key)
         return statistics.median_high(values[len(values) // 2 :]) if values else None
 
     def seconds(self) -> list[float]:
-        """Training time up to each row: its steps at the speed of the timing window they lie in, without compilation,
-        evaluation and saving, as the windows are. Of a run that continued another in a folder of its own, from one
-        train.log_interval before its first row on. Empty where the run timed nothing."""
+        """Return the training time in seconds up to each row, without compilation, evaluation and saving.
+
+        Each step counts with the speed of its timing window. A run that was resumed in a new folder starts one
+        train.log_interval before its first row. The list is empty if the run has no timings.
+        """
         paces, pace = [], (self.finite("perf/step_ms") or [None])[-1]
         if pace is None:
             return []
-        for row in reversed(self.rows):  # a window ends with the row that tells its speed
+        for row in reversed(self.rows):  # a window ends with the row that has its speed
             pace = row.get("perf/step_ms") or pace
             paces.append(pace)
         first = self.rows[0]["step"]
         began = max(first - int(self.settings.get("train.log_interval", first)), 0)
         steps = pairwise([began, *(row["step"] for row in self.rows)])
-        return list(
-            accumulate((end - start) * ms / 1e3 for (start, end), ms in zip(steps, reversed(paces), strict=True))
-        )
+        windows = zip(steps, reversed(paces), strict=True)
+        return list(accumulate((end - start) * ms / 1e3 for (start, end), ms in windows))
 
 
-def read_runs(places: list[str]) -> list[Run]:
-    """The runs in and below `places`, which are folders or globs; each once.
-
-    Raises:
-        UserError: a place that holds no run, or a file that train.py did not write.
-    """
+def read_runs(places: list[str]) -> list[TrainingRun]:
+    """Return the runs in and below `places`, which are folders or globs. Each run appears once."""
     folders = list(dict.fromkeys(folder for place in places for folder in find(place)))
     common = os.path.commonpath([folder.parent for folder in folders])
     return [
-        Run(folder.relative_to(common).as_posix(), read_settings(folder / "config.yaml"), read_rows(folder))
+        TrainingRun(folder.relative_to(common).as_posix(), read_settings(folder / "config.yaml"), read_rows(folder))
         for folder in folders
     ]
 
 
 def find(place: str) -> list[Path]:
-    """The folders with metrics.jsonl among those that `place` names, or else below them."""
+    """Return the folders that `place` names and that have a metrics.jsonl, or else such folders below them."""
     named = [place] if os.path.exists(place) else glob.glob(place, recursive=True)
     folders = []
     for path in sorted(map(Path, named), key=natural):
         below = [path / "metrics.jsonl"] if (path / "metrics.jsonl").is_file() else path.rglob("metrics.jsonl")
         folders += sorted((file.parent.resolve() for file in below if file.is_file()), key=natural)
     if not named:
-        raise UserError(f"runs={place} does not exist; give folders that python train.py wrote, such as runs=outputs")
+        raise UserError(f"runs={place} does not exist; give output folders of train.py, such as runs=outputs")
     if not folders:
-        raise UserError(f"runs={place} holds no run, as no metrics.jsonl is in it or below; give a folder of train.py")
+        raise UserError(f"runs={place} has no metrics.jsonl in it or below; give output folders of train.py")
     return folders
 
 
 def natural(path: Path) -> list:
-    """A key that sorts 2_naive before 10_naive."""
+    """Return a sort key that puts 2_naive before 10_naive."""
     return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", str(path))]
 
 
 def read_settings(path: Path) -> dict[str, str]:
-    """config.yaml, flat; nothing where there is none."""
+    """Return the settings of config.yaml by dotted key, or none if the file is missing."""
     if not path.exists():
         return {}
     try:
         config = OmegaConf.to_container(OmegaConf.load(path))
         if not isinstance(config, dict):
-            raise ValueError("it holds no settings")
+            raise ValueError("not a mapping")
     except (YAMLError, OmegaConfBaseException, ValueError, OSError) as error:
-        raise UserError(f"{path} is no configuration that train.py wrote; mend it or move it away") from error
+        raise UserError(f"{path} is not a configuration of train.py; fix it or move it away") from error
     return dict(flat(config, ""))
 
 
@@ -114,16 +110,16 @@ def flat(node: object, key: str) -> list[tuple[str, str]]:
 
 
 def read_rows(folder: Path) -> list[Row]:
-    """The rows of metrics.jsonl, but for a last line that a killed run left torn."""
+    """Return the rows of metrics.jsonl. An incomplete last line of a killed run is left out."""
     path = folder / "metrics.jsonl"
-    rows, lines = [], path.read_bytes().splitlines(keepends=True)
-    for number, line in enumerate(lines, start=1):
+    rows = []
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
         try:
             rows.append(parse_row(line))
         except ValueError as error:
             if not line.endswith(b"\n"):
                 break
-            raise UserError(f"{path} has no row of metrics in line {number}; remove that line") from error
+            raise UserError(f"{path} line {number} is not a row of metrics; remove the line") from error
     return rows
 
 
@@ -136,14 +132,13 @@ def parse_row(line: bytes) -> Row:
     return {key: value if value is not None and math.isfinite(value) else None for key, value in row.items()}
 
 
-def differing(runs: list[Run]) -> list[str]:
-    """The settings that are not the same in all runs whose settings are known."""
+def differing(runs: list[TrainingRun]) -> list[str]:
+    """Return the keys of the settings that differ between runs with known settings."""
     known = [run.settings for run in runs if run.settings]
     keys = dict.fromkeys(key for settings in known for key in settings)
     return [key for key in keys if len({settings.get(key) for settings in known}) > 1]
 
 
-def in_common(runs: list[Run]) -> dict[str, str]:
-    """The other settings."""
+def in_common(runs: list[TrainingRun]) -> dict[str, str]:
     apart = set(differing(runs))
     return {key: value for run in runs for key, value in run.settings.items() if key not in apart}

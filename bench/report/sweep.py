@@ -1,4 +1,4 @@
-"""What a sweep ends with: conf/config.yaml has Hydra call this after python train.py -m."""
+"""The report at the end of a sweep. conf/config.yaml names this class, and Hydra calls it after train.py -m."""
 
 from pathlib import Path
 
@@ -6,21 +6,19 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
 from errors import UserError
-from trainer.distributed.world import started
+from hydra_plugins import process_launcher
 
 
 class SweepReport(Callback):
-    """Compares the runs of a sweep on one page, report.html in the sweep's folder."""
+    """Compare the runs of a sweep on one page, report.html in the sweep's folder."""
 
     def on_multirun_end(self, config: DictConfig, **_) -> None:
-        if started()[0] > 0:
-            return
-        from bench.report.page import write_page  # only here: a single run does not pay for the import
+        from bench.report.page import write_page  # Not above, so that a single run does not pay for the import.
         from bench.report.runs import read_runs
 
         folder = Path(config.hydra.sweep.dir)
         try:
-            write_page(read_runs([str(folder)]), [], folder / "report.html")
+            write_page(read_runs([str(folder)]), [], folder / "report.html", process_launcher.failed_jobs)
             print(f"report of the sweep in {folder / 'report.html'}")
         except UserError as error:
             print(f"no report of the sweep: {error}")

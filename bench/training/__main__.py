@@ -1,6 +1,7 @@
 """python -m bench.training"""
 
-from bench.training.program import main
+from bench.common.command_line import launch
+from bench.training.compare import TrainingSettings, run
 
 if __name__ == "__main__":
-    main()
+    launch(run, TrainingSettings)

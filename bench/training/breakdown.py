@@ -1,4 +1,4 @@
-"""Where a training step goes, from torch's profiler: every kernel is put into a class by its name."""
+"""Where the time of a training step goes. torch's profiler lists the kernels; their names sort them into classes."""
 
 import re
 from collections.abc import Callable
@@ -7,8 +7,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 STEPS = 3
-# The first that a name matches. Compiled kernels carry the names of the operations fused in them. The matrix products
-# of the head, and of naive attention, are found among the matrix products, whose names do not tell them apart.
+# The first pattern that matches decides. The name of a compiled kernel lists the operations fused in it. The matrix
+# products of the head and of naive attention count as "matmul", because their names do not tell them apart.
 CLASSES = {
     "attention": r"^(forward|backward|main|delta|finish|key_gradient|query_gradient|add_pieces)_kernel"
     r"|^softmax(_gradient)?_kernel|flash|fmha|sdpa|cudnn::fusion"
@@ -21,15 +21,12 @@ REST = "normalisation and elementwise"
 
 
 def class_of(kernel: str) -> str:
-    """The class of a kernel's name."""
-    for name, pattern in CLASSES.items():
-        if re.search(pattern, kernel):
-            return name
-    return REST
+    """Return the class of a kernel's name."""
+    return next((name for name, pattern in CLASSES.items() if re.search(pattern, kernel)), REST)
 
 
 def covered(spans: list[tuple[float, float]]) -> float:
-    """The length of the union of spans (start, end)."""
+    """Return the length of the union of spans (start, end)."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(end - max(start, reached), 0)
@@ -38,7 +35,7 @@ def covered(spans: list[tuple[float, float]]) -> float:
 
 
 def summarise(kernels: list[tuple[str, float, float]], steps: int) -> dict[str, float]:
-    """Milliseconds a step of each class, and idle: the time between the first kernel and the last with none running.
+    """Return milliseconds a step of each class, and of "idle": between the first and last kernel with none running.
 
     `kernels` are (name, start, end) in microseconds.
     """
@@ -51,8 +48,8 @@ def summarise(kernels: list[tuple[str, float, float]], steps: int) -> dict[str, 
 
 
 def breakdown(step: Callable[[], object]) -> dict[str, float]:
-    """summarise() of a few steps of a warm trainer."""
-    for _ in range(2):  # the first is queued as it is, the second may capture what is profiled
+    """Profile a few steps of a warm trainer and return their summarise()."""
+    for _ in range(2):  # The second step may capture CUDA graphs.
         step()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:

@@ -1,33 +1,29 @@
-"""The least a training step can take: the model's matrix products through cuBLAS, and the fastest attention.
+"""The floor of a training step: the model's matrix products through cuBLAS, and the fastest attention, nothing else.
 
-Forward, gradient by input and gradient by weight, in bf16; no normalisation, activation, loss, optimizer or memory
-traffic between them. Either is a job that takes its part of a step and is timed in turn with the trainers, in samples
-as long as theirs: a GPU that has computed for half a second runs at other clocks than one that has for a millisecond.
-A GPU at the limit of its power runs products on end slower than the same products between kernels that draw less: in
-a step they may take less time than here, but a step of nothing else would not.
+Both parts are forward, gradient by input and gradient by weight in bf16. Each part is timed in turn with the trainers.
+Its samples have the same length, because a GPU's clock depends on how long the GPU has been computing. At
+its power limit a GPU runs these products slower than the same products between kernels that draw less power.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from bench.attention.contenders import bind, draw
-from bench.attention.shapes import Cell as AttentionCell
+from bench.attention.contenders import bind, draw_inputs
+from bench.attention.shapes import AttentionShape
 from bench.common.timing import Gpu, recorded, sampler_of
-from bench.training.steps import Contender, complete, empty_row, steps_of
-from bench.training.trainers import DTYPE, PADDED, Cell, Trainer
+from bench.training.steps import Finalist, complete, empty_row, steps_of
+from bench.training.trainers import DTYPE, PADDED, Trainer, TrainingCell
 from model.attention import Attention
 
 
-@dataclass
-class Work:
-    """A part of a step, on tensors that it holds only while it is its turn."""
+class FloorJob:
+    """One part of the floor. Its tensors exist only inside alone()."""
 
-    build: Callable[[], Callable[[], object]]
-    call: Callable[[], object] | None = None
+    def __init__(self, build: Callable[[], Callable[[], object]]):
+        self.build, self.call = build, None
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -41,8 +37,8 @@ class Work:
         self.call()
 
 
-def products(cell: Cell, batch: int, device: str) -> Callable[[], None]:
-    """The matrix products of a step, in the order of a step; every layer's on the same tensors."""
+def products(cell: TrainingCell, batch: int, device: str) -> Callable[[], None]:
+    """Return a call of all matrix products of a step, in the step's order. All layers share the same tensors."""
     shape, tokens = cell.shape(), batch * cell.context_length
     width = shape.n_embd
     sizes = [(width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)]
@@ -63,16 +59,9 @@ def products(cell: Cell, batch: int, device: str) -> Callable[[], None]:
     return call
 
 
-def attention_cell(cell: Cell, batch: int) -> AttentionCell:
-    """The model's attention, q, k and v as views of the packed projection."""
-    shape = cell.shape()
-    sizes = {"batch": batch, "seq_len": cell.context_length, "heads": shape.n_head, "head_dim": shape.head_dim}
-    return AttentionCell(cell.name, **sizes, packed=True)
-
-
-def fastest(shape: AttentionCell, variants: dict[str, Attention], gpu: Gpu) -> str:
-    """The variant whose forward and backward take the least."""
-    data, times = draw(shape, gpu.device), {}
+def fastest(shape: AttentionShape, variants: dict[str, Attention], gpu: Gpu) -> str:
+    """Return the name of the variant with the fastest forward and backward together."""
+    data, times = draw_inputs(shape, gpu.device), {}
     for name, attend in variants.items():
         try:
             call = bind(name, attend, shape, data).call("both")
@@ -80,43 +69,38 @@ def fastest(shape: AttentionCell, variants: dict[str, Attention], gpu: Gpu) -> s
             sampler, _ = sampler_of(call, gpu)
             times[name] = min(sampler.sample(gpu) for _ in range(3))
         except (ValueError, RuntimeError):
-            continue  # a variant that cannot do this shape is not the fastest
-    if not times:
-        raise RuntimeError(f"no attention among {', '.join(variants)} computes this shape")
+            continue  # This variant does not support the shape.
     return min(times, key=times.get)
 
 
-def contenders(cell: Cell, batch: int, variants: dict[str, Attention], gpu: Gpu) -> dict[str, Contender]:
-    """The two parts of the floor at this micro-batch, by name, to be timed in turn with the trainers."""
-    shape = attention_cell(cell, batch)
-    rows = {part: empty_row(cell, Trainer("floor", "-", False), batch) for part in ("matmul", "attention")}
-    with recorded(rows.values(), gpu):
-        name = fastest(shape, variants, gpu)
-    if rows["attention"]["status"]:
-        return {part: Contender(row, Work(lambda: None), 0) for part, row in rows.items()}
+def floor_finalists(cell: TrainingCell, batch: int, variants: dict[str, Attention], gpu: Gpu) -> dict[str, Finalist]:
+    """Return the floor's two parts at this micro-batch, "matmul" and "attention", to be timed with the trainers."""
+    model = cell.shape()
+    shape = AttentionShape(cell.name, batch, cell.context_length, model.n_head, model.head_dim, packed=True)
+    name = fastest(shape, variants, gpu)
 
     def attention() -> Callable[[], None]:
-        call = bind(name, variants[name], shape, draw(shape, gpu.device)).call("both")
-        return lambda: [call() for _ in range(cell.shape().n_layer)]
+        call = bind(name, variants[name], shape, draw_inputs(shape, gpu.device)).call("both")
+        return lambda: [call() for _ in range(model.n_layer)]
 
-    made = {}
-    for part, build in (("matmul", lambda: products(cell, batch, gpu.device)), ("attention", attention)):
-        work, row = Work(build), rows[part] | {"attention": name}
-        with recorded([row], gpu), work.alone():
-            work.step(batch)
-            complete(row, cell, gpu.milliseconds(partial(work.step, batch), calls=1, spin_ms=0))
-        made[part] = Contender(row, work, steps_of(row["ms"]) if row["status"] == "ok" else 0)
+    parts = {}
+    for part, build in (("matmul", partial(products, cell, batch, gpu.device)), ("attention", attention)):
+        job, row = FloorJob(build), empty_row(cell, Trainer("floor", name, False), batch)
+        with recorded([row], gpu), job.alone():
+            job.step(batch)
+            complete(row, cell, gpu.milliseconds(partial(job.step, batch), calls=1, spin_ms=0))
+        parts[part] = Finalist(row, job, steps_of(row["ms"]) if row["status"] == "ok" else 0)
         gpu.release()
-    return made
+    return parts
 
 
-def row_of(cell: Cell, parts: dict[str, Contender]) -> dict:
-    """The floor's row, once its parts are timed."""
+def floor_row(cell: TrainingCell, parts: dict[str, Finalist]) -> dict:
+    """Return the floor's row after its parts have been timed."""
     timed = parts["matmul"].row
     row = empty_row(cell, Trainer("floor", timed["attention"], False), timed["batch_size"])
     failed = next((part.row for part in parts.values() if part.row["status"] != "ok"), None)
     if failed:
         return row | {key: failed[key] for key in ("status", "message")}
-    row["parts_ms"] = {name: contender.row["ms"] for name, contender in parts.items()}
+    row["parts_ms"] = {name: part.row["ms"] for name, part in parts.items()}
     complete(row, cell, sum(row["parts_ms"].values()))
     return row

@@ -1,1 +1,1 @@
-"""AdamW of many tensors in one launch of a Triton kernel. What it computes is defined by torch.optim.AdamW."""
+"""AdamW of many tensors in one launch of a Triton kernel. torch.optim.AdamW is its definition."""

@@ -1,1 +1,1 @@
-"""Parts that several operators share: launching, registration, input checks, dropout, rounding."""
+"""Parts shared by several operators: input checks, dropout, documents, launching, registration and rounding."""

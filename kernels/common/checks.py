@@ -1,4 +1,4 @@
-"""What every attention of ours asks of its inputs, and says where it does not get it."""
+"""Input checks that all attention operators share."""
 
 import math
 
@@ -6,12 +6,14 @@ import torch
 from torch import Tensor
 
 DTYPES = torch.bfloat16, torch.float16, torch.float32
-LONGEST_STRIDE = 2**24  # between rows, of which a tile has at most 128
+LONGEST_STRIDE = 2**24  # between rows: the offsets inside a tile of 128 rows then fit 32 bits
 
 
 def readable(x: Tensor) -> Tensor:
-    """x, whose rows lie along dimension 1, or a copy that the kernels can address: with unit stride along a row, and
-    rows so near to each other that offsets inside a tile have 32 bits."""
+    """Return x (B, length, H, D) if the kernels can address it, or else a contiguous copy.
+
+    The kernels need unit stride along the last dimension and less than LONGEST_STRIDE along dimension 1.
+    """
     fits = x.stride(-1) == 1 and (x.shape[1] == 1 or x.stride(1) < LONGEST_STRIDE)
     return x if fits else x.contiguous()
 
@@ -19,8 +21,13 @@ def readable(x: Tensor) -> Tensor:
 def check_inputs(
     name: str, q: Tensor, k: Tensor, v: Tensor, scale: float, dropout_p: float, cu_seqlens: Tensor | None
 ) -> None:
-    """Raises a ValueError in the name of an attention unless q is (batch, seq_q, heads, head_dim), k and v (batch,
-    seq_k, kv_heads, head_dim) with heads a multiple of kv_heads, and all the rest is in order too."""
+    """Check the inputs of the attention called `name`.
+
+    q is (batch, seq_q, heads, head_dim); k and v are (batch, seq_k, kv_heads, head_dim), heads a multiple of kv_heads.
+
+    Raises:
+        ValueError: a shape, dtype, device or option that the attention does not support.
+    """
     q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
     if not len(q_shape) == len(k_shape) == len(v_shape) == 4:
         raise ValueError(f"{name} takes (batch, seq, heads, head_dim) tensors, not {q.ndim}, {k.ndim}, {v.ndim}-D ones")
@@ -42,10 +49,8 @@ def check_inputs(
         raise ValueError(f"{name} runs on cuda (NVIDIA or ROCm) and cpu, not on {device.type}; use attention=sdpa")
     if dtype not in DTYPES and (dtype, device.type) != (torch.float64, "cpu"):
         raise ValueError(f"{name} takes float32, float16 or bfloat16 on {device.type}, not {dtype}")
-    if not 0 < scale < math.inf:
-        raise ValueError(
-            f"{name} needs a positive, finite scale, not {scale}: it scales the row maximum as it finds it"
-        )
+    if not 0 < scale < math.inf:  # the kernels scale the row maximum after finding it
+        raise ValueError(f"{name} needs a positive, finite scale, not {scale}")
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be in [0, 1), not {dropout_p}")
     if cu_seqlens is not None:
@@ -53,7 +58,11 @@ def check_inputs(
 
 
 def check_documents(q: Tensor, k: Tensor, cu_seqlens: Tensor) -> None:
-    """Raises a ValueError unless cu_seqlens can be the cumulative lengths of documents in q and as many keys."""
+    """Check that cu_seqlens can hold the cumulative document lengths of q and k.
+
+    Raises:
+        ValueError: q and k differ in length, or cu_seqlens has a wrong shape, dtype or device.
+    """
     if q.shape[1] != k.shape[1]:
         raise ValueError(f"cu_seqlens needs queries and keys of one length, not {q.shape[1]} and {k.shape[1]}")
     if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):

@@ -1,14 +1,14 @@
-"""Documents inside a sequence, as the kernels read them."""
+"""The bounds of documents inside a sequence, in the form that the kernels read."""
 
 import torch
 from torch import Tensor
 
 
 def document_bounds(cu_seqlens: Tensor, batch: int, seq_len: int) -> Tensor:
-    """Where the document of each token starts and ends in its sequence, (B, 2, T) int32.
+    """Return the start and end of each token's document within its sequence, (B, 2, T) int32.
 
-    The documents come as cumulative lengths, (n + 1,) from 0 to batch * seq_len, which cut all sequences laid end to
-    end; one that runs over the end of a sequence is cut there.
+    cu_seqlens (n + 1,) counts tokens over all sequences laid end to end. Document i has the tokens cu_seqlens[i] to
+    cu_seqlens[i + 1]. A document that crosses the end of a sequence is cut there.
     """
     token = torch.arange(batch * seq_len, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     document = torch.searchsorted(cu_seqlens, token, right=True)

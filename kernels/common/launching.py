@@ -1,4 +1,4 @@
-"""Launching a Triton or Gluon kernel at little cost to the host, and what every launch has to know of its tensors."""
+"""Launch Triton and Gluon kernels at little host cost, and describe tensors to them."""
 
 from functools import cache
 from typing import Any
@@ -11,11 +11,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 compiled_kernels: dict[tuple, Any] = {}
 
 
-def launch(kernel, key: tuple, programs: int, tensors: tuple, scalars: tuple, constants: tuple, **options) -> None:
-    """kernel[programs](*tensors, *scalars, *constants), compiled with `options`: warps, stages and the like.
+def launch_kernel(
+    kernel, key: tuple, programs: int, tensors: tuple, scalars: tuple, constants: tuple, **options
+) -> None:
+    """Launch kernel[programs](*tensors, *scalars, *constants); `options` are num_warps, num_stages and the like.
 
-    Triton inspects every argument at every call to choose among its compilations of the kernel, which takes longer than
-    launching it. So the choice is kept for arguments of the same `key`, scalars and alignment, on which it depends.
+    Triton inspects every argument of every call to choose a compilation of the kernel. This takes longer than the
+    launch. So the choice is cached by everything that it depends on: `key`, scalars, constants, alignment, options.
     """
     aligned = tuple([x.data_ptr() % 16 == 0 for x in tensors if isinstance(x, Tensor)])
     key = (kernel, key, scalars, constants, aligned, *options.values())
@@ -24,14 +26,14 @@ def launch(kernel, key: tuple, programs: int, tensors: tuple, scalars: tuple, co
         compiled[programs, 1, 1](*tensors, *scalars, *constants)
         return
     compiled = kernel[(programs,)](*tensors, *scalars, *constants, **options)
-    if compiled is not None:  # the interpreter compiles nothing
+    if compiled is not None:  # None in the interpreter
         compiled_kernels[key] = compiled
 
 
 def descriptor(x: Tensor, block_shape: list[int], layout=None) -> TensorDescriptor:
-    """x as TMA reads or writes it, a block at a time; a `layout` of shared memory makes it Gluon's.
+    """Describe x for TMA, which copies one block at a time; with a `layout` of shared memory, for a Gluon kernel.
 
-    Made without its checks, which take microseconds and find what uses_tma has found.
+    The descriptor's own checks are skipped: they take microseconds and repeat what uses_tma checked.
     """
     if layout is None:
         made = TensorDescriptor.__new__(TensorDescriptor)
@@ -45,13 +47,13 @@ def descriptor(x: Tensor, block_shape: list[int], layout=None) -> TensorDescript
 
 
 def strides(*tensors: Tensor) -> tuple[int, ...]:
-    """Batch, row and head strides of (batch, length, heads, head_dim) tensors."""
+    """Return the batch, row and head strides of (batch, length, heads, head_dim) tensors."""
     return tuple([stride for x in tensors for stride in x.stride()[:3]])
 
 
 @cache
 def arch_of(device: torch.device) -> str:
-    """ "sm_90", "gfx942", ...; "cpu" under the interpreter."""
+    """Return "sm_90", "gfx942", ...; "cpu" under the interpreter."""
     if device.type != "cuda":
         return device.type
     if torch.version.hip is not None:
@@ -60,27 +62,28 @@ def arch_of(device: torch.device) -> str:
 
 
 def uses_tma(*inputs: Tensor) -> bool:
-    """Whether the kernels read (batch, length, heads, head_dim) inputs through TMA, Hopper's copy engine.
+    """Return whether the kernels read (batch, length, heads, head_dim) inputs through TMA, Hopper's copy engine.
 
-    On sm_90, for 16-bit inputs whose address and strides it takes: multiples of 16 bytes, none of them zero. By pointer
-    otherwise: on architectures where it has not been measured, and for views cut at odd places.
+    They do on sm_90 for 16-bit inputs if addresses and strides are multiples of 16 bytes and no stride is zero. They
+    use pointers for other views, and on other architectures, because TMA was not measured there.
     """
     return are_aligned(*inputs) and fits_tma(inputs[0].device, inputs[0].dtype, strides(*inputs))
 
 
 def are_aligned(*inputs: Tensor) -> bool:
+    """Return whether every address is a multiple of 16 bytes."""
     return all([x.data_ptr() % 16 == 0 for x in inputs])
 
 
 @cache
 def fits_tma(device: torch.device, dtype: torch.dtype, strides: tuple[int, ...]) -> bool:
-    """The part of uses_tma that does not depend on addresses; `strides` leave out the last, which is one."""
+    """Return the part of uses_tma that does not depend on addresses; `strides` leave out the last one, which is 1."""
     multiples = all(stride > 0 and stride % 8 == 0 for stride in strides)
     return arch_of(device) == "sm_90" and dtype.itemsize == 2 and multiples
 
 
 @cache
 def triton_version() -> tuple[int, int]:
-    """Major and minor."""
+    """Return the major and minor version."""
     major, minor = triton.__version__.split(".")[:2]
     return int(major), int(minor)

@@ -1,4 +1,4 @@
-"""Cross-entropy over a linear head: its operator, its kernels, and the PyTorch that defines it."""
+"""Cross-entropy over a linear head."""
 
 from kernels.cross_entropy.op import linear_cross_entropy
 

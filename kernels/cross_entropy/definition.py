@@ -1,19 +1,23 @@
-"""Softmax cross-entropy with its gradient in plain PyTorch: what the kernels compute, and what runs on a CPU."""
+"""Softmax cross-entropy over a linear head in plain PyTorch: the kernels' definition, and the CPU's path.
+
+N tokens, C hidden size, V vocabulary; weight and logits have V rows or columns padded to "padded V".
+"""
 
 import torch
 from torch import Tensor
 
 HIGHEST = 69.0
-"""Nats by which relative_losses counts a logit as above its target's at most: exp(69) leaves fp32 room for sums."""
+"""Upper limit in relative_losses of a logit minus its target's, in nats: exp(69) leaves fp32 room for sums."""
 
 
 def losses(
     hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, gradient: bool, out: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Losses (N,) in nats, fp32, of hidden (N, C) by the head's weight (padded V, C); see cross_entropy_.
+    """Return the losses (N,) in nats, fp32, of hidden (N, C) with the head's weight (padded V, C), and scales.
 
-    out (N, padded V) is overwritten: with `gradient` by that of the sum of the losses by the logits, but for what
-    rescale_ makes good, by numbers that are returned too, or None.
+    `out` (N, padded V) is overwritten. With `gradient` it then holds the gradient of the sum of the losses by the
+    logits. If the returned scales are not None, that gradient is incomplete, and rescale_ completes its products.
+    Here the scales are always None.
     """
     torch.mm(hidden, weight.T, out=out)
     return cross_entropy_(out, targets, vocab_size, gradient), None
@@ -22,10 +26,10 @@ def losses(
 def relative_losses(
     hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, out: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """losses as Hopper computes them, from exponentials relative to the target's: see hopper.py.
+    """Return the losses (N,) and the scales (2, N), computed as on Hopper: from exponentials relative to the target's.
 
-    The gradient is out, with `rest` added to each row's number for its target, times the row's scale: scale and rest
-    are the two rows of what is returned with the losses, (2, N) in fp32.
+    The two rows of the scales are `scale` and `rest`, in fp32. The gradient by the logits is out, with rest[n] added to
+    out[n, targets[n]], times scale[n]. See hopper.py for the formulas.
     """
     own = targets.clamp(min=0)[:, None]
     x = hidden.float() @ weight.float().T
@@ -39,10 +43,10 @@ def relative_losses(
 
 
 def rescale_(dhidden: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor, scales: Tensor) -> Tensor:
-    """Makes dhidden (N, C), the product of relative_losses' out and weight (padded V, C), the gradient by hidden.
+    """Turn dhidden (N, C), which is out @ weight with relative_losses' out, into the gradient by hidden, in place.
 
-    Returns hidden times the scales, whose product with that out is the gradient by weight. There the rests are left
-    out: they would have to be added to the targets' rows one by one, and would take a fifth off an error of 2.4e-3.
+    Return hidden times scale: out^T times that is the gradient by weight (padded V, C). The gradient by weight omits
+    the rests. Adding them to the targets' rows one by one would reduce an error of 2.4e-3 by only a fifth.
     """
     scale, rest = scales[:, :, None]
     dhidden.copy_((dhidden.float() + rest * weight[targets.clamp(min=0)].float()) * scale)
@@ -50,11 +54,11 @@ def rescale_(dhidden: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor, s
 
 
 def cross_entropy_(logits: Tensor, targets: Tensor, vocab_size: int, gradient: bool) -> Tensor:
-    """Losses (N,) in nats of logits (N, padded V), in fp32 (fp64 for such logits), targets (N,) below vocab_size.
+    """Return the losses (N,) in nats of logits (N, padded V), in fp32 (fp64 for fp64 logits).
 
-    A negative target does not count: its loss and the gradient of its row are zero. Columns from vocab_size on are
-    padding and take no part. With `gradient`, softmax(logits) - one_hot(targets), which is the gradient of the sum of
-    the losses and zero in the padding, takes the place of the logits.
+    targets (N,) are below vocab_size. A token with a negative target is ignored: its loss and its gradient are zero.
+    Columns from vocab_size on are padding and are ignored too. With `gradient` the gradient of the sum of the losses,
+    softmax(logits) - one_hot(targets) and zero in the padding, overwrites the logits.
     """
     true = logits[:, :vocab_size].to(torch.promote_types(logits.dtype, torch.float32))
     logsumexp = true.logsumexp(1, keepdim=True)

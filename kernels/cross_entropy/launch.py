@@ -1,19 +1,19 @@
-"""What the loss over a linear head launches on a GPU: Hopper's fused product, or cuBLAS's and plain Triton after it."""
+"""The choice for the loss over a linear head on a GPU: Hopper's fused product, or cuBLAS and a plain Triton kernel."""
 
 import torch
 from torch import Tensor
 
 from kernels.cross_entropy import triton_kernels
-from kernels.hopper import selection as products
+from kernels.hopper import selection
 
 
 def losses(
     hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, gradient: bool, out: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Same contract as definition.losses, or on Hopper in bf16 as definition.relative_losses, for rescale_."""
+    """Same contract as definition.losses. On Hopper, bf16 inputs give the results of definition.relative_losses."""
     with torch.cuda.device_of(hidden):
-        if hidden.dtype == torch.bfloat16 and products.fuses(*out.shape, hidden, weight):
-            from kernels.cross_entropy import hopper  # Gluon, which is for no other GPU
+        if hidden.dtype == torch.bfloat16 and selection.fuses(*out.shape, hidden, weight):
+            from kernels.cross_entropy import hopper  # Gluon code for Hopper; other GPUs must not import it
 
             return hopper.losses(hidden, weight, targets, vocab_size, out)
         torch.mm(hidden, weight.T, out=out)

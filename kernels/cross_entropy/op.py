@@ -1,7 +1,9 @@
-"""Cross-entropy over a linear head as one PyTorch operator that never holds the logits of more than a chunk of tokens.
+"""Cross-entropy over a linear head as one PyTorch operator that holds the logits of one part of the tokens at a time.
 
-The gradients are made in the forward pass, while a chunk's logits are there, as in Liger-Kernel (Hsu et al., 2024): the
-loss is the end of the graph, so that its own gradient is a number that scales them afterwards.
+The forward pass computes the gradients too, while a part's logits exist, as in Liger-Kernel (Hsu et al., 2024). The
+loss ends the graph, so its own gradient is a number that scales these gradients afterwards.
+
+N tokens, C hidden size, V vocabulary; weight has V rows padded to "padded V".
 """
 
 import torch
@@ -10,12 +12,12 @@ from torch.autograd.function import once_differentiable
 
 from kernels.common.registering import implementation
 
-CHUNKS = 4
-"""Parts that the tokens are cut into, so that logits stay few beside what the layers keep of the same tokens."""
-CHUNK = 4096, 16384
-"""The least and the most tokens of a part. Each part reads and writes the whole gradient of the head once: by bandwidth
-5 % of its products' time for the least and 1 % for the most, whose logits are 1.5 GiB for GPT-2's vocabulary in 16
-bits."""
+PARTS = 4
+"""The tokens are cut into so many parts, so that the logits stay small beside the layers' saved tensors."""
+PART_TOKENS = 4096, 16384
+"""The least and the most tokens of a part. Each part reads and writes the head's whole gradient once. At full bandwidth
+this takes 5 % of the time of the part's products for the least tokens, and 1 % for the most. With the most, the logits
+take 1.5 GiB for GPT-2's vocabulary in 16 bits."""
 
 _library = library.Library("cross_entropy", "DEF")
 _library.define(
@@ -24,37 +26,37 @@ _library.define(
 
 
 def _linear(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, gradient: bool) -> tuple:
-    """The sum of the losses, and its gradients by hidden and by weight, or empty ones; see linear_cross_entropy."""
+    """Return the sum of the losses and its gradients by hidden and weight (empty without `gradient`)."""
     kernels = implementation("cross_entropy", hidden.device.type)
     total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
     dhidden, dweight = _gradients(hidden, weight, gradient)
     dweight.zero_()
     with torch.autocast(hidden.device.type, enabled=False):
         matrix = weight.to(hidden.dtype)
-        size = min(max(-(-len(hidden) // CHUNKS), CHUNK[0]), CHUNK[1])
+        size = min(max(-(-len(hidden) // PARTS), PART_TOKENS[0]), PART_TOKENS[1])
         logits = hidden.new_empty((min(size, len(hidden)), len(weight)))
         for start in range(0, len(hidden), size):
             part = slice(start, min(start + size, len(hidden)))
-            rows, chunk = hidden[part], logits[: part.stop - start]
-            values, scales = kernels.losses(rows, matrix, targets[part], vocab_size, gradient, chunk)
+            rows, dlogits = hidden[part], logits[: part.stop - start]
+            values, scales = kernels.losses(rows, matrix, targets[part], vocab_size, gradient, dlogits)
             total += values.sum()
             if gradient:
-                torch.mm(chunk, matrix, out=dhidden[part])
+                torch.mm(dlogits, matrix, out=dhidden[part])
                 if scales is not None:
                     rows = kernels.rescale_(dhidden[part], rows, matrix, targets[part], scales)
-                _add_product(dweight, chunk.T, rows)
+                _add_product(dweight, dlogits.T, rows)
     return total, dhidden, dweight
 
 
 def _gradients(hidden: Tensor, weight: Tensor, gradient: bool) -> tuple[Tensor, Tensor]:
-    """Room for the gradients by hidden, in its dtype, and by weight, in the weight's."""
+    """Return uninitialised gradients by hidden and by weight, each in its own dtype."""
     if not gradient:
         return hidden.new_empty(0), weight.new_empty(0)
     return hidden.new_empty(hidden.shape), weight.new_empty(weight.shape)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, summed in total's dtype: over many chunks 16 bits would lose what is small."""
+    """Add a @ b to total in total's dtype: over many parts, 16 bits would lose small terms."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif total.device.type == "cpu":
@@ -86,17 +88,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, dloss):
         dhidden, dweight, count = ctx.saved_tensors
         share = dloss / count
-        # On a GPU a product by a number that lies there rounds that to 16 bits first, for all of the model alike.
+        # On a GPU, 16-bit tensor * scalar tensor rounds the scalar to 16 bits, which would scale all gradients wrongly.
         wide = dhidden.to(torch.promote_types(dhidden.dtype, share.dtype))
         return (wide * share).to(dhidden.dtype), dweight * share, None, None
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
-    """Mean of -log softmax(hidden @ weight.T)[target] over the tokens whose target is not negative, in nats, fp32.
+    """Return the mean of -log softmax(hidden @ weight.T)[target] over tokens with a target >= 0, in nats, fp32.
 
     hidden (N, C), weight (padded V, C) with vocab_size true rows, targets (N,) below vocab_size, which is not checked.
-    The products are computed in hidden's dtype, whatever the weight's; the gradient by weight is summed in the
-    weight's, and its rows of padding are zero.
+    The products are computed in hidden's dtype. The gradient by weight is summed in the weight's dtype, and its rows of
+    padding are zero.
 
     Raises:
         ValueError: hidden and weight differ in C, targets are not N, or weight has fewer rows than vocab_size.
@@ -105,7 +107,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_
         shapes = ", ".join(str(tuple(x.shape)) for x in (hidden, weight, targets))
         raise ValueError(f"the loss takes hidden (N, C), weight (V, C) and targets (N,), not {shapes}")
     if not 0 < vocab_size <= len(weight):
-        raise ValueError(f"a vocabulary of {vocab_size} tokens needs as many rows of weight, which has {len(weight)}")
+        raise ValueError(f"vocab_size={vocab_size} is not between 1 and the rows of weight, {len(weight)}")
     targets = targets.contiguous()
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         return _LinearCrossEntropy.apply(hidden, weight, targets, vocab_size)

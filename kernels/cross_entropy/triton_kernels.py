@@ -1,9 +1,11 @@
 """Softmax cross-entropy with its gradient in Triton: logits are read from HBM once and replaced by the gradient.
 
-In cross_entropy_kernel a program owns one row and walks it twice: for the logsumexp, by online softmax (Milakov and
-Gimelshein, 2018), and once, out of the L2 cache, for the gradient. N logits at a time are held as [N / 8, 8], whose
-rows are the 16 bytes that a thread reads at once: what is summed over a row needs no other thread. The other kernels do
-what is left to do before and after Hopper's product (hopper.py).
+In cross_entropy_kernel a program owns one row and walks it twice: once for the logsumexp, by online softmax (Milakov
+and Gimelshein, 2018), and once for the gradient, from the L2 cache. N logits at a time are held as [N / 8, 8]. A thread
+reads 16 bytes at once, which are a row of these, so a sum over a row needs no other thread. The other kernels do the
+work before and after Hopper's product (hopper.py).
+
+M rows, N columns, K columns of the hidden states at a time.
 """
 
 import torch
@@ -15,13 +17,13 @@ from kernels.common.rounding import to
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
-LOWEST: tl.constexpr = tl.constexpr(-1e30)  # below any logit; from -inf the first step would be inf - inf
-LONGEST_BLOCK, WARPS = 8192, 32  # a row to a multiprocessor: with more at once their second reading misses the L2 cache
+LOWEST: tl.constexpr = tl.constexpr(-1e30)  # below any logit; with -inf the first step would be inf - inf
+LONGEST_BLOCK, WARPS = 8192, 32  # one row per multiprocessor: with more, the second walk misses the L2 cache
 
 
 @triton.jit
 def _load(p_row, o_x, vocab_size, padded, MASKED: tl.constexpr):
-    """Logits in fp32; where MASKED, -inf in the padding. They are read up to `padded`, which keeps 16 bytes whole."""
+    """Load logits [N / 8, 8] in fp32. MASKED sets the padding to -inf; loads up to `padded` keep 16 bytes together."""
     if MASKED:
         b_x = tl.load(p_row + o_x, mask=o_x < padded, other=0.0).to(tl.float32)
         return tl.where(o_x < vocab_size, b_x, float("-inf"))
@@ -31,7 +33,7 @@ def _load(p_row, o_x, vocab_size, padded, MASKED: tl.constexpr):
 
 @triton.jit
 def _accumulate(m, l, b_x):
-    """The maximum of each row of the block, and the sum of exponentials relative to it, with b_x taken in."""
+    """Add b_x [N / 8, 8] to the running maximum m and the running sum of exponentials l, both [N / 8]."""
     m_new = tl.maximum(m, tl.max(b_x, 1))
     b_p = tl.exp2((b_x - m_new[:, None]) * LOG2_E)
     return m_new, l * tl.exp2((m - m_new) * LOG2_E) + tl.sum(b_p, 1)
@@ -39,9 +41,9 @@ def _accumulate(m, l, b_x):
 
 @triton.jit
 def _gradient(b_x, highest, log_sum, o_x, start, target, N: tl.constexpr):
-    """softmax - one_hot(target) of a block, given the row's maximum and the sum relative to it, as log2.
+    """Return softmax - one_hot(target) of a block, from the row's maximum and log2 of its sum of exponentials.
 
-    Zero where that sum is given as infinite.
+    The result is zero if log_sum is inf.
     """
     b_g = tl.exp2((b_x - highest) * LOG2_E - log_sum)
     if (target >= start) & (target < start + N):
@@ -53,15 +55,16 @@ def _gradient(b_x, highest, log_sum, o_x, start, target, N: tl.constexpr):
 def cross_entropy_kernel(
     logits, targets, losses, s_row, vocab_size, padded, N: tl.constexpr, GRADIENT: tl.constexpr, UPCAST: tl.constexpr
 ):
-    """One row of logits (rows, padded), stride s_row. N columns at a time; see definition.cross_entropy_."""
+    """Compute definition.cross_entropy_ for one row of logits (rows, padded) with row stride s_row. Grid: rows."""
     row = tl.program_id(0).to(tl.int64)
     p_row = logits + row * s_row
     target = tl.load(targets + row).to(tl.int32)
     counts = target >= 0
     target_logit = tl.load(p_row + target, mask=counts, other=0.0).to(tl.float32)
     o_n = tl.arange(0, N // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
-    whole = vocab_size // N * N  # the blocks before have no padding, and one or more after are left
+    whole = vocab_size // N * N  # blocks before this column have no padding
 
+    # Logsumexp by online softmax.
     m, l = tl.full([N // 8], LOWEST, tl.float32), tl.zeros([N // 8], tl.float32)
     for start in range(0, whole, N):
         m, l = _accumulate(m, l, _load(p_row, start + o_n, vocab_size, padded, False))
@@ -71,8 +74,9 @@ def cross_entropy_kernel(
     log_sum = tl.log2(tl.sum(l * tl.exp2((m - highest) * LOG2_E), 0))
     tl.store(losses + row, tl.where(counts, highest - target_logit + log_sum * LN_2, 0.0))
 
+    # Logits = softmax - one_hot.
     if GRADIENT:
-        log_sum = tl.where(counts, log_sum, float("inf"))
+        log_sum = tl.where(counts, log_sum, float("inf"))  # zero gradient for an ignored token
         for start in range(0, whole, N):
             b_x = _load(p_row, start + o_n, vocab_size, padded, False)
             b_g = _gradient(b_x, highest, log_sum, start + o_n, start, target, N)
@@ -84,7 +88,7 @@ def cross_entropy_kernel(
 
 
 def cross_entropy_(logits: Tensor, targets: Tensor, vocab_size: int, gradient: bool) -> Tensor:
-    """Same contract as definition.cross_entropy_, for logits whose rows are dense."""
+    """Same contract as definition.cross_entropy_, for logits with dense rows."""
     losses = torch.empty(len(logits), device=logits.device)
     block = min(triton.next_power_of_2(logits.shape[1]), LONGEST_BLOCK)
     warps = max(block * WARPS // LONGEST_BLOCK, 1)
@@ -101,7 +105,7 @@ RESCALE_TILE, RESCALE_WARPS = (16, 256), 4
 
 @triton.jit
 def cross_entropy_target_kernel(hidden, weight, targets, out, rows, depth, M: tl.constexpr, K: tl.constexpr):
-    """out = sum(hidden * weight[targets]) over the depth, in fp32, of M rows; contiguous; that of row 0 where < 0."""
+    """Compute out = rowsum(hidden * weight[max(targets, 0)]) in fp32 for M rows. All are contiguous."""
     o_m = tl.program_id(0) * M + tl.arange(0, M)
     o_k = tl.arange(0, K)
     mask = o_m < rows
@@ -121,13 +125,13 @@ def cross_entropy_sums_kernel(
     exponentials, sums, targets, losses, scales, s_row, rows, tiles, M: tl.constexpr, N: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """From the sums (tiles, rows) of M rows' exponentials relative to their targets': see relative_losses_. N tiles."""
+    """Compute losses and scales of M rows from sums (tiles, rows), tiles <= N, as relative_losses_ explains."""
     o_m, o_n = tl.program_id(0) * M + tl.arange(0, M), tl.arange(0, N)
     mask = o_m < rows
     target = tl.load(targets + o_m, mask=mask, other=-1)
-    inside = (o_n < tiles)[:, None] & mask[None, :]
+    inside = (o_n < tiles)[:, None] & mask[None, :]  # [N, M]
     l = tl.sum(tl.load(sums + o_n[:, None] * rows + o_m[None, :], mask=inside, other=0.0), 0)
-    l = tl.where(l < 1, 1.0, l)  # it has the target's 1 in it; unlike a maximum, this keeps NaN
+    l = tl.where(l < 1, 1.0, l)  # l contains the target's 1; unlike tl.maximum, this keeps NaN
     counts = target >= 0
     rounded = to(1 - l, exponentials.dtype.element_ty, UPCAST)
     tl.store(losses + o_m, tl.where(counts, tl.log2(l) * LN_2, 0.0), mask=mask)
@@ -142,9 +146,9 @@ def cross_entropy_rescale_kernel(
     dhidden, hidden, scaled, weight, targets, scales, rows, depth, M: tl.constexpr, K: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """dhidden = (dhidden + rest * weight[target]) * scale, and scaled = hidden * scale, of M rows and K columns.
+    """Compute dhidden = (dhidden + rest * weight[target]) * scale and scaled = hidden * scale for M rows, K columns.
 
-    All are (rows, depth), contiguous, but for weight (padded V, depth) and scales (2, rows), of scale and rest.
+    weight is (padded V, depth), scales (2, rows) holds scale and rest; the others are (rows, depth). All contiguous.
     """
     o_m, o_k = tl.program_id(0) * M + tl.arange(0, M), tl.program_id(1) * K + tl.arange(0, K)
     mask = (o_m < rows)[:, None] & (o_k < depth)[None, :]
@@ -161,9 +165,9 @@ def cross_entropy_rescale_kernel(
 
 
 def target_logits(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Row by row, hidden (N, C) times that row of weight (V, C) which is its target, (N,) in fp32.
+    """Return the logit of each row's target, (N,) fp32, for contiguous hidden (N, C) and weight (V, C).
 
-    Both are contiguous. Where a target is negative, times row 0.
+    A negative target counts as token 0.
     """
     rows, depth = hidden.shape
     out = torch.empty(rows, device=hidden.device)
@@ -174,11 +178,11 @@ def target_logits(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def relative_losses_(exponentials: Tensor, sums: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Losses (N,), and scale and rest (2, N) of the gradient that `exponentials` are made; see definition.py.
+    """Return the losses (N,) and the scales (2, N) of definition.relative_losses, from the exponentials.
 
-    exponentials (N, padded V), with dense rows, are exp(x - x_t) for logits x and the target's x_t, zero in the
-    padding; sums (tiles, N) fp32 add up to theirs. The target's is replaced. Where a target is negative the loss and
-    both numbers are zero.
+    exponentials (N, padded V), with dense rows, hold exp(x - x_t) for logits x and the target's logit x_t, and zero in
+    the padding. sums (tiles, N) fp32 add up to their row sums. The target's element is overwritten, so that
+    `exponentials` become definition.relative_losses' out. For a negative target, loss and scales are zero.
     """
     losses = torch.empty(len(targets), device=sums.device)
     scales = torch.empty((2, len(targets)), device=sums.device)
@@ -190,7 +194,7 @@ def relative_losses_(exponentials: Tensor, sums: Tensor, targets: Tensor) -> tup
 
 
 def rescale_(dhidden: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor, scales: Tensor) -> Tensor:
-    """Same contract as definition.rescale_, of contiguous tensors."""
+    """Same contract as definition.rescale_, for contiguous tensors."""
     rows, depth = hidden.shape
     scaled = torch.empty_like(hidden)
     m, k = RESCALE_TILE

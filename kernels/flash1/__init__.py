@@ -1,4 +1,4 @@
-"""FlashAttention, as it was first: the operator, the Triton kernels, and the PyTorch algorithm that defines it."""
+"""FlashAttention as in the first paper."""
 
 from kernels.flash1.op import flash1
 

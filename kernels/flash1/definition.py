@@ -1,8 +1,9 @@
-"""FlashAttention in plain PyTorch: the tiled algorithm of the Triton kernels, and what runs on a CPU.
+"""FlashAttention in plain PyTorch: the definition of the Triton kernels, and the CPU's path.
 
 Dao et al., "FlashAttention: Fast and Memory-Efficient Exact Attention with IO-Awareness" (2022), Algorithm 1 with the
 masks and dropout of Algorithm 2 (forward) and Algorithm 4 (backward), in the paper's notation, for all batches and
-heads at once: tiles of K and V outside, tiles of Q inside, O and the statistics l and m rewritten for every tile.
+heads at once. The outer loop is over tiles of K and V, the inner one over tiles of Q. O and the statistics l and m are
+rewritten for every tile.
 
 B batch, T query length, S key length, H query heads, G key/value heads, D head size.
 """
@@ -26,13 +27,13 @@ def forward(
     scale: float,
     dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q (B, T, H, D), k and v (B, S, G, D) -> O (B, T, H, D) in q's dtype; l and m (B, H, T), in fp32 or more.
+    """Return O (B, T, H, D) in q's dtype, and l and m (B, H, T) in fp32 or more.
 
-    l is the sum of exp(S - m), m the maximum of S; a query that sees no key gives O = 0, l = 0 and m = -inf. Causal
-    masks align at the bottom right. The rest is as in flash2.
+    q is (B, T, H, D); k and v are (B, S, G, D). m is the row maximum of S, and l the row sum of exp(S - m). A query
+    without keys gives O = 0, l = 0 and m = -inf. Causal masks align at the bottom right. The rest is as in flash2.
     """
     (batch, seq_q, heads, _), seq_k = q.shape, k.shape[1]
-    visibility = Visibility(q, k, documents, None, causal, window=0)
+    visibility = Visibility(q, k, documents, causal)
     Q, K, V = (heads_first(x, heads) for x in (q, k, v))
     O = torch.zeros_like(Q)
     l = Q.new_zeros((batch, heads, seq_q, 1))
@@ -42,11 +43,7 @@ def forward(
         for rows in tiles(seq_q, TILE):
             if not visibility.overlap(rows, cols):
                 continue
-            Oi, li, mi = (
-                cut(O, rows),
-                cut(l, rows),
-                cut(m, rows),
-            )  # views: what is written to them is written to O, l, m
+            Oi, li, mi = cut(O, rows), cut(l, rows), cut(m, rows)  # views of O, l and m
             S = visibility.hide(scale * cut(Q, rows) @ Kj.mT, rows, cols, NEG_INF)
             m_new = torch.maximum(mi, S.amax(-1, keepdim=True))
             shift = m_new.masked_fill(m_new == NEG_INF, 0)  # keeps exp(-inf - -inf) from being NaN
@@ -75,9 +72,9 @@ def backward(
     scale: float,
     dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Algorithm 4. Gradients of q, k and v, shaped and typed like them; dQ is read and written again for every tile."""
+    """Algorithm 4: return the gradients of q, k and v, in their shapes and dtypes. Every tile reads and rewrites dQ."""
     (batch, seq_q, heads, head_dim), (seq_k, kv_heads) = q.shape, k.shape[1:3]
-    visibility = Visibility(q, k, documents, None, causal, window=0)
+    visibility = Visibility(q, k, documents, causal)
     Q, K, V, O, dO = (heads_first(x, heads) for x in (q, k, v, out, dout))
     dQ, dK, dV = torch.zeros_like(Q), torch.zeros_like(K), torch.zeros_like(V)
     l, m = l.unsqueeze(-1), m.unsqueeze(-1)

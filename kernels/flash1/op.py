@@ -56,11 +56,11 @@ def flash1(
     dropout_p: float = 0.0,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """FlashAttention's Algorithm 1: softmax(Q K^T scale) V without ever holding the scores.
+    """Return softmax(Q K^T scale) V by FlashAttention's Algorithm 1, which never holds all scores.
 
     q is (B, T, H, D), k and v are (B, S, G, D) with H a multiple of G; the output is (B, T, H, D), contiguous. Inputs,
-    masks and errors are those of flash2, of which this is what came before: one program a head, whose output goes to
-    memory and comes back for every tile of keys.
+    masks and errors are as in flash2. Unlike flash2, one program computes one head, and it reads and writes its output
+    for every key tile.
 
     Raises:
         ValueError: shapes, dtypes, devices or options outside the above.

@@ -1,7 +1,7 @@
-"""Block-sparse attention: which blocks of 128 queries by 128 keys are computed, and the lists that the kernels walk.
+"""Block-sparse attention: which blocks of 128 queries by 128 keys are computed, and the lists that the kernels read.
 
-Dao et al., "FlashAttention" (2022), section 3.3: what a block of zeros in the mask would hide is never loaded, so that
-time falls with the blocks left. The pattern is one for all sequences and heads; causal order, documents and dropout act
+Dao et al., "FlashAttention" (2022), section 3.3: blocks that the mask hides are never loaded, so time is proportional
+to the number of blocks left. One pattern applies to all sequences and heads. Causal order, documents and dropout act
 inside the blocks that are kept.
 """
 
@@ -13,14 +13,14 @@ from torch import Tensor
 
 BLOCK = 128
 HEADER = 4
-"""Numbers of a row of `listed` before its list."""
+"""Numbers in a row of `listed` before its list."""
 
 
 def butterfly(n: int) -> Tensor:
-    """(n, n) boolean: block i of queries keeps itself, the blocks i XOR 2^k, and the first block of keys.
+    """Return (n, n) boolean: block i of queries keeps itself, the blocks i XOR 2^k, and the first block of keys.
 
-    The flat butterfly of Dao et al., "Pixelated Butterfly" (2021), with a global part: a row keeps at most 2 + log2(n)
-    blocks, and log2(n) layers connect every block with every other.
+    This is the flat butterfly of Dao et al., "Pixelated Butterfly" (2021), with a global part. A row keeps at most 2 +
+    log2(n) blocks, and log2(n) layers connect every block with every other.
     """
     i = torch.arange(n)
     difference = i[:, None] ^ i
@@ -28,7 +28,7 @@ def butterfly(n: int) -> Tensor:
 
 
 class Listed(NamedTuple):
-    """A pattern as the kernels read it, and for which calls: see `listed`."""
+    """A pattern as the kernels read it, and the kind of calls that it was listed for; see `listed`."""
 
     lists: Tensor
     causal: bool
@@ -36,21 +36,22 @@ class Listed(NamedTuple):
     ragged: bool
 
     def to(self, device: torch.device | str) -> "Listed":
-        """On another device."""
+        """Return a copy on another device."""
         return self._replace(lists=self.lists.to(device))
 
 
 def listed(pattern: Tensor, causal: bool, documents: bool, ragged: bool) -> Listed:
-    """The pattern (n, n), boolean, as the kernels read it: (2 n or more, 4 + n) int32 on the pattern's device.
+    """Return a boolean pattern (n, n) as the kernels read it: (2 n or more, 4 + n) int32 on the pattern's device.
 
-    A row for each block of queries, then those of the blocks of keys: a block's number, in how many rows its list is,
-    how many of the blocks it is paired with come in the first part of the list, how many in all of it, and the list.
-    Blocks of keys that all of a block of queries sees whole come first in the rows of queries, and blocks of queries
-    that see it whole come last in those of keys: with documents there are none such. `ragged` says that the last block
-    is not filled.
+    The first n rows are for blocks of queries and list blocks of keys. The other rows are for blocks of keys and list
+    blocks of queries. A row has: the block's number, the number of rows of its list, the length of the list's first
+    part, the length of the list, and the list itself. `ragged` says that the last block is not full.
 
-    A block of keys that many queries see, such as the butterfly's first, has its list in several rows, one after the
-    other, of which all but the first say 0 for their number; those rows come before all others, and else the longest.
+    "Whole" blocks need no mask. A list of keys has them in its first part, a list of queries in its second part. With
+    documents, no block counts as whole.
+
+    A block of keys that many queries see, such as the butterfly's first, has its list in several consecutive rows. All
+    except the first of these say 0 for the number of rows. Divided lists come first, then longer before shorter ones.
     """
     n = len(pattern)
     i = torch.arange(n, device=pattern.device)
@@ -65,8 +66,10 @@ def listed(pattern: Tensor, causal: bool, documents: bool, ragged: bool) -> List
 
 
 def _rows(first: Tensor, second: Tensor) -> Tensor:
-    """(n, 4 + n) int32: of each row of two disjoint boolean matrices its number, 1, the counts, then the columns of the
-    one and of the other, in rising order."""
+    """Return (n, 4 + n) int32 rows for two disjoint boolean matrices.
+
+    A row has its number, 1, the counts, then the columns of the first and of the second matrix in rising order.
+    """
     rank = torch.where(first, 0, torch.where(second, 1, 2))
     columns = rank.sort(dim=1, stable=True).indices
     i = torch.arange(len(rank), device=rank.device)
@@ -75,13 +78,16 @@ def _rows(first: Tensor, second: Tensor) -> Tensor:
 
 
 def longest_piece(counts: Tensor) -> int:
-    """Longer lists are divided. One program walks down a list: of three times the mean it hardly ends after the others,
-    and what pieces cost, a sum in memory, is little beside 16 blocks."""
+    """Return the length above which lists are divided.
+
+    One program reads a list, and up to three times the mean length it hardly ends after the others. A division costs a
+    sum in memory, which is small compared with 16 blocks.
+    """
     return max(16, math.ceil(3 * counts.float().mean()))
 
 
 def _divided(rows: Tensor) -> Tensor:
-    """The rows, those with long lists in several of about the same length, and in the order that `listed` tells."""
+    """Return the rows with long lists divided into rows of about the same length, in the order of `listed`."""
     n = len(rows)
     pieces = (rows[:, 3] / longest_piece(rows[:, 3])).ceil().long().clamp(min=1)
     length = (rows[:, 3] / pieces).ceil().long()

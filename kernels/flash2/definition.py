@@ -1,8 +1,8 @@
-"""FlashAttention-2 in plain PyTorch: the tiled algorithm the Triton kernels implement, and what runs on a CPU.
+"""FlashAttention-2 in plain PyTorch: the tiled algorithm that the Triton kernels implement. It runs on a CPU.
 
 Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning" (2023), Algorithm 1 (forward)
-and Algorithm 2 (backward), in the paper's notation, for all batches and heads at once. Only the output and the
-logsumexp are kept from the forward pass; the backward pass recomputes the probabilities tile by tile.
+and Algorithm 2 (backward), in the paper's notation, for all batches and heads at once. The forward pass keeps only the
+output and the logsumexp; the backward pass recomputes the probabilities tile by tile.
 
 B batch, T query length, S key length, H query heads, G key/value heads, D head size.
 """
@@ -12,8 +12,24 @@ from torch import Tensor
 
 from kernels.common.dropout import keep_mask
 from kernels.common.tiling import NEG_INF, Visibility, accumulator, cut, heads_first, tiles
+from kernels.flash2.block_lists import BLOCK, HEADER
 
 TILE = 128  # divides BLOCK
+
+
+class BlockVisibility(Visibility):
+    """The keys that each query sees, without the blocks that a block-sparse pattern leaves out."""
+
+    def __init__(
+        self, q: Tensor, k: Tensor, documents: Tensor | None, blocks: Tensor | None, causal: bool, window: int
+    ):
+        super().__init__(q, k, documents, causal, window)
+        self.kept = None if blocks is None else [row[HEADER : HEADER + row[3]] for row in blocks.tolist()]
+
+    def overlap(self, rows: range, cols: range) -> bool:
+        if self.kept is not None and cols.start // BLOCK not in self.kept[rows.start // BLOCK]:
+            return False
+        return super().overlap(rows, cols)
 
 
 def forward(
@@ -28,14 +44,13 @@ def forward(
     scale: float,
     dropout_p: float,
 ) -> tuple[Tensor, Tensor]:
-    """Algorithm 1. q (B, T, H, D), k and v (B, S, G, D) -> O (B, T, H, D) in q's dtype, logsumexp (B, H, T).
+    """Run Algorithm 1: q (B, T, H, D), k and v (B, S, G, D) -> O (B, T, H, D) in q's dtype, logsumexp (B, H, T).
 
-    The logsumexp L = m + log(l) is natural and in the accumulator's dtype (fp32, or fp64 for fp64 inputs); a query that
-    sees no key gives O = 0 and L = -inf. Causal masks align at the bottom right. Dropout acts on P after its row sum.
-    The rest is explained in Options.
+    The logsumexp L = m + log(l) is natural, in fp32, or fp64 for fp64 inputs. A query that sees no key gives O = 0 and
+    L = -inf. Causal masks align at the bottom right. Dropout acts on P after its row sum. See Options for the rest.
     """
     (batch, seq_q, heads, _), seq_k = q.shape, k.shape[1]
-    visibility = Visibility(q, k, documents, blocks, causal, window)
+    visibility = BlockVisibility(q, k, documents, blocks, causal, window)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     logsumexp = q.new_empty((batch, heads, seq_q), dtype=accumulator(q.dtype))
     Q, K, V = (heads_first(x, heads) for x in (q, k, v))
@@ -82,15 +97,15 @@ def backward(
     scale: float,
     dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Algorithm 2. Gradients of q, k and v, shaped and typed like them, from dO (B, T, H, D) and dL (B, H, T), if any.
+    """Run Algorithm 2: return dQ, dK and dV in the inputs' shapes and dtypes, from dO (B, T, H, D) and dL (B, H, T).
 
-    As dL / dS = P, the gradient of the logsumexp adds P o dL to dS = P o (dP - D), and so comes off D.
-    What is computed here is always deterministic.
+    dL may be None. As dL / dS = P, it adds P o dL to dS = P o (dP - D), so it is subtracted from D. The computation is
+    always deterministic.
     """
     (batch, seq_q, heads, head_dim), (seq_k, kv_heads) = q.shape, k.shape[1:3]
-    visibility = Visibility(q, k, documents, blocks, causal, window)
+    visibility = BlockVisibility(q, k, documents, blocks, causal, window)
     Q, K, V, O, dO = (heads_first(x, heads) for x in (q, k, v, out, dout))
-    Q = Q * scale  # so that S needs no scaling, nor dK; dQ does, at the end
+    Q = Q * scale  # S and dK then need no scaling; dQ does, at the end
     L = logsumexp.unsqueeze(-1)
     D = (dO * O).sum(-1, keepdim=True)
     if dlogsumexp is not None:
@@ -121,9 +136,9 @@ def backward(
 
 
 def backward_packed(dout: Tensor, qkv: Tensor, *args) -> tuple[Tensor, Tensor]:
-    """As backward, but from qkv (B, T, 3, H, D) to its gradient, and that summed over B and T.
+    """Return the gradient of qkv (B, T, 3, H, D), and its sums over B and T; other arguments as in backward.
 
-    The last of the arguments says whether these sums are wanted, (3, H, D) in the accumulator's dtype, or nothing.
+    The last argument says whether to compute the sums, (3, H, D) in fp32 or fp64. Otherwise they are empty.
     """
     *saved, with_sums = args
     dqkv = torch.stack(backward(dout, *qkv.unbind(2), *saved), dim=2)

@@ -1,7 +1,7 @@
-"""flash2 as one PyTorch operator: Triton kernels on CUDA and ROCm, the tiled PyTorch definition on CPU.
+"""flash2 as PyTorch operators: Triton kernels on CUDA and ROCm, the tiled PyTorch definition on CPU.
 
-The operators are opaque to torch.compile (no graph break) and need no autograd key of their own: an autograd.Function
-around them costs about half the host time of `custom_op` with `register_autograd`.
+The operators are opaque to torch.compile (no graph break). An autograd.Function around them takes about half the host
+time of `custom_op` with `register_autograd`.
 """
 
 import torch
@@ -24,17 +24,17 @@ _library.define(f"backward(Tensor dout, Tensor q, Tensor k, Tensor v, {_SAVED}) 
 _library.define(f"backward_packed(Tensor dout, Tensor qkv, {_SAVED}, bool with_sums) -> (Tensor, Tensor)")
 
 
-implement(_library, "flash2", ("forward", "backward", "backward_packed"))
+implement(_library, "flash2", ("forward", "backward", "backward_packed"), gpu_module="dispatch")
 
 
 def _forward(q: Tensor, *args):
-    """The operator; on a GPU past the dispatcher, which takes the host 9 microseconds, where nothing listens to it.
+    """Call the operator. On a GPU call its kernels directly, which saves the host 9 microseconds.
 
-    What listens are torch.compile, modes such as the FLOP counter's or make_fx's, and subclasses of Tensor.
+    torch.compile, dispatch modes (the FLOP counter, make_fx) and subclasses of Tensor need the operator.
     """
     if not q.is_cuda or torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or type(q) is not Tensor:
         return torch.ops.flash2.forward(q, *args)
-    return implementation("flash2", q.device.type).forward(q, *args)
+    return implementation("flash2", q.device.type, "dispatch").forward(q, *args)
 
 
 @library.register_fake("flash2::forward")
@@ -56,9 +56,9 @@ def _(dout, qkv, *rest):
 
 
 class _Flash2(torch.autograd.Function):
-    """(q, k, v, None) or (qkv, None, None, bias) to the output and, if asked for, the logsumexp.
+    """Map (q, k, v, None) or (qkv, None, None, bias) to the output and, if return_lse, the logsumexp.
 
-    (Its time grows with its arguments, which are named since torch.compile counts them.)
+    Each argument costs host time, so there are few. They are named, because torch.compile counts them.
     """
 
     @staticmethod
@@ -101,28 +101,28 @@ def flash2(
     return_lse: bool = False,
     deterministic: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """FlashAttention-2: softmax(Q K^T scale) V without ever holding the scores, forward and backward.
+    """Return softmax(Q K^T scale) V by FlashAttention-2: neither pass stores the scores.
 
-    q is (batch, seq_q, heads, head_dim), k and v are (batch, seq_k, kv_heads, head_dim) with heads a multiple of
-    kv_heads, head_dim from 16 to 256, float32, float16 or bfloat16 (float64 too on a CPU). Strided views, such as those
-    of one packed projection, are read in place if the last dimension has unit stride, and copied otherwise. The output
-    is (batch, seq_q, heads, head_dim), contiguous, in q's dtype.
+    q is (batch, seq_q, heads, head_dim), k and v are (batch, seq_k, kv_heads, head_dim). heads is a multiple of
+    kv_heads, and head_dim is from 16 to 256. The dtype is float32, float16 or bfloat16, or float64 on a CPU. Strided
+    views, for example parts of one packed projection, are read in place if the last dimension has unit stride, and
+    copied otherwise. The output is (batch, seq_q, heads, head_dim), contiguous, in q's dtype.
 
     Args:
-        causal: mask aligned at the bottom right: query i sees the keys up to i + seq_k - seq_q. A query without a key
+        causal: align the mask at the bottom right: query i sees the keys up to i + seq_k - seq_q. A query without a key
             gives zeros.
-        scale: factor on the scores, positive; 1 / sqrt(head_dim) by default.
+        scale: factor of the scores, positive; 1 / sqrt(head_dim) by default.
         dropout_p: share of the probabilities dropped, in [0, 1).
-        numbers: dropout's randomness, (batch, heads, seq_q + seq_k) int32; drawn from torch's generator by default.
+        numbers: dropout's random numbers, (batch, heads, seq_q + seq_k) int32; drawn from torch's generator by default.
         window: with causal, each query sees only the last `window` keys up to its own; all of them by default.
-        cu_seqlens: cumulative lengths (n + 1,) int32 of n documents that fill the batch's sequences laid end to end,
-            rising from 0 to batch * seq; each attends to itself alone. Its values stay on the device and are not
-            checked.
-        blocks: compute only these blocks of 128 queries by 128 keys, as kernels.flash2.blocks.listed gives them for as
-            many queries as keys; not with a window. A query may be left without a key.
-        return_lse: also return the natural logsumexp of the scaled scores, (batch, heads, seq_q) in fp32, -inf where a
-            query has no key. It has a gradient.
-        deterministic: the same bits at every run of the backward pass, at some cost in speed; by default as
+        cu_seqlens: cumulative lengths (n + 1,) int32 of n documents, which fill the batch's sequences laid end to end
+            and rise from 0 to batch * seq. Each document attends only to itself. The values stay on the device and are
+            not checked.
+        blocks: compute only these blocks of 128 queries by 128 keys, from kernels.flash2.block_lists.listed. It
+            requires seq_q = seq_k and no window. A query may be left without a key.
+        return_lse: also return the natural logsumexp of the scaled scores, (batch, heads, seq_q) in fp32, or -inf for
+            a query without a key. It has a gradient.
+        deterministic: give the same bits at every run of the backward pass, at some cost in speed; by default as
             torch.use_deterministic_algorithms says.
 
     Raises:
@@ -147,16 +147,15 @@ def flash2_packed(
     return_lse: bool = False,
     deterministic: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """flash2 of the three parts of one projection, qkv (batch, seq, 3, heads, head_dim).
+    """Return flash2 of the three parts of one projection, qkv (batch, seq, 3, heads, head_dim); options as in flash2.
 
-    The gradient comes as one tensor shaped like qkv, which saves the copy that gathers those of q, k and v. Options,
-    output and errors are those of flash2.
+    The gradient is one tensor shaped like qkv, which saves the copy that gathers dq, dk and dv.
 
-    bias, (3 heads head_dim,), is one that the projection has added already and has no gradient of there: it gets the
-    sum of qkv's gradient over the tokens from here, in fp32 or more. On Hopper that saves reading it.
+    bias, (3 heads head_dim,), is the bias that the projection already added, detached. Its gradient is computed here:
+    the sum of qkv's gradient over the tokens, in fp32 or more. On Hopper this saves reading qkv's gradient.
 
     Raises:
-        ValueError: as flash2; or qkv or bias is of another shape.
+        ValueError: as flash2; or qkv or bias has another shape.
     """
     if qkv.ndim != 5 or qkv.shape[2] != 3:
         raise ValueError(f"flash2_packed takes qkv (batch, seq, 3, heads, head_dim), not {tuple(qkv.shape)}")
@@ -183,13 +182,13 @@ def _prepare(
     cu_seqlens: Tensor | None,
     blocks: Listed | None,
 ) -> Options:
-    """The operators' options, once everything is found in order."""
+    """Check the inputs and return the operators' options."""
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     dropout_p = float(dropout_p)
     check_inputs("flash2", q, k, v, scale, dropout_p, cu_seqlens)
     if window is not None and not (causal and isinstance(window, int) and window >= 1):
         raise ValueError(
-            f"a window counts the last keys up to a query's own: causal=True and an integer of 1 or more, not {window}"
+            f"window={window} does not count the last keys up to a query's own; use causal=True and an integer >= 1"
         )
     if window is not None and window >= k.shape[1]:
         window = None  # it hides nothing
@@ -200,7 +199,7 @@ def _prepare(
         (numbers.shape, numbers.dtype, numbers.device) == (shape, torch.int32, q.device) and numbers.is_contiguous()
     ):
         found = f"{tuple(numbers.shape)} {numbers.dtype} on {numbers.device}"
-        raise ValueError(f"numbers are {shape} int32, contiguous, on {q.device}, not {found}")
+        raise ValueError(f"numbers are {found}; draw {shape} int32, contiguous, on {q.device} with dropout.draw")
     if dropout_p and numbers is None:
         numbers = dropout.draw(q.shape[0], q.shape[2], q.shape[1], k.shape[1], q.device)
     documents = None if cu_seqlens is None else document_bounds(cu_seqlens, *q.shape[:2])
@@ -211,21 +210,21 @@ def _prepare(
 def _check_blocks(q: Tensor, k: Tensor, causal: bool, documents: bool, window: int | None, blocks: Listed) -> None:
     if not isinstance(blocks, Listed):
         raise ValueError(
-            f"blocks are what kernels.flash2.blocks.listed makes of a pattern, not a {type(blocks).__name__}"
+            f"blocks is a {type(blocks).__name__}; pass the result of kernels.flash2.block_lists.listed(pattern, ...)"
         )
     if q.shape[1] != k.shape[1] or window is not None:
-        raise ValueError("blocks are for as many queries as keys and go with no window; use attention=flash2 without")
+        raise ValueError("blocks need seq_q = seq_k and no window; use attention=flash2 without blocks")
     n, lists = -(-q.shape[1] // BLOCK), blocks.lists
     rows = lists.shape[0] if lists.ndim == 2 and lists.dtype == torch.int32 and lists.is_contiguous() else 0
     if rows < 2 * n or lists.shape[1] != HEADER + n:
         raise ValueError(
-            f"blocks for {q.shape[1]} tokens are ({2 * n} or more, {HEADER + n}) int32, contiguous, "
-            f"not {tuple(lists.shape)}"
+            f"blocks.lists is {tuple(lists.shape)} {lists.dtype}; "
+            f"{q.shape[1]} tokens need ({2 * n} or more, {HEADER + n}) int32, contiguous"
         )
     if lists.device != q.device:
-        raise ValueError(f"blocks are on {lists.device}, and q on {q.device}; they must share a device")
-    # What they say of blocks that are seen whole would not hold: keys would be seen that are hidden, or are none.
+        raise ValueError(f"blocks are on {lists.device} and q is on {q.device}; move blocks with blocks.to(device)")
+    # Lists for another kind of call name other blocks as whole: queries would see hidden keys, or keys past the end.
     call = Listed(lists, causal, documents, q.shape[1] % BLOCK != 0)
     for key, here, then in zip(Listed._fields[1:], call[1:], blocks[1:], strict=True):
         if here != then:
-            raise ValueError(f"blocks were listed with {key}={then}, and this call has {key}={here}; list them anew")
+            raise ValueError(f"blocks were listed with {key}={then}, and this call has {key}={here}; list them again")

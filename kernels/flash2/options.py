@@ -1,4 +1,4 @@
-"""What the operators of flash2 take besides their tensors, in their order."""
+"""The options that the operators of flash2 take after their tensors, in order."""
 
 from typing import NamedTuple
 
@@ -9,14 +9,14 @@ class Options(NamedTuple):
     """Which keys a query sees, the scale of the scores, and dropout."""
 
     numbers: Tensor | None = None
-    """(B, H, T + S) int32: the randomness of dropout, as dropout.draw draws it; None without dropout."""
+    """(B, H, T + S) int32: random numbers of dropout from dropout.draw; None without dropout."""
     documents: Tensor | None = None
-    """(B, 2, T) int32: where the document of each token starts and ends in its sequence; None where all is one."""
+    """(B, 2, T) int32: where each token's document starts and ends in its sequence; None for one document."""
     blocks: Tensor | None = None
-    """(2 n or more, 4 + n) int32: the blocks of queries and keys to compute, by blocks.listed; None for all."""
+    """(2 n or more, 4 + n) int32: the blocks of queries and keys to compute, from block_lists.listed; None for all."""
     causal: bool = False
-    """Query i sees the keys up to i + seq_k - seq_q."""
+    """Query i sees only the keys up to i + seq_k - seq_q."""
     window: int = 0
-    """Of those, it sees the last so many; all of them at 0."""
+    """A query sees only the last `window` of these keys; 0 for all."""
     scale: float = 1.0
     dropout_p: float = 0.0

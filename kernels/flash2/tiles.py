@@ -1,13 +1,16 @@
-"""Tile sizes, warps and stages of flash2's kernels: one shipped table, tiles.json, and the rules that read it.
+"""Tile sizes, warps and stages of flash2's kernels: the table tiles.json and the rules that read it.
 
-The table is keyed by architecture, head size, mask (or dropout) and length, and made by `python -m bench.tune`. The
-plain kernels pad the head size to a power of two; what the table lacks takes the conservative tiles of "any", which fit
-96 KiB of shared memory (64 KiB on AMD, whose loads are not pipelined as deep). Under "specialised" are the settings of
-Hopper's warp-specialised kernels, where they were measured to be the faster ones.
+`python -m bench.tune` writes the table. Its rows are keyed by architecture ("sm_90" is Hopper), head size, mask
+("causal", "full" or "dropout") and the longest sequence (null: no limit).
+
+- plain: tuned tiles of the plain Triton kernels, for head sizes padded to a power of two.
+- conservative: tiles for everything else. They fit in 96 KiB of shared memory (64 KiB on AMD, whose loads have a
+  shallower pipeline).
+- hopper: settings of the warp-specialised kernels of sm_90. A missing row means that the plain kernels are faster.
 """
 
 import json
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,38 +18,41 @@ import torch
 import triton
 
 TABLE = Path(__file__).with_name("tiles.json")
-LENGTHS = (1024, 4096)  # the longest sequences of the buckets "1024" and "4096"; all longer ones are "long"
+LENGTHS = 1024, 4096  # the table's limits of sequences; longer ones have rows without a limit
 
 
-class Tile(NamedTuple):
-    """Rows of a query tile and of a key tile, warps of a program, depth of the loads' pipeline."""
+class TileConfig(NamedTuple):
+    """How a plain kernel is launched."""
 
-    m: int
-    n: int
+    queries: int
+    """Rows of a query tile."""
+    keys: int
+    """Rows of a key tile."""
     warps: int
     stages: int
+    """Depth of the loads' pipeline."""
 
 
-class Tiles(NamedTuple):
-    """Tiles of the three kernels: forward, dK and dV, dQ."""
+class PlainTiles(NamedTuple):
+    """Tiles of the three plain kernels: forward, dK and dV, dQ."""
 
-    forward: Tile
-    key_gradient: Tile
-    query_gradient: Tile
-
-
-FP32_TILES = Tiles(*[Tile(32, 32, 4, 1)] * 3)  # fp32 is computed without tensor cores, in small tiles
+    forward: TileConfig
+    key_gradient: TileConfig
+    query_gradient: TileConfig
 
 
-class SpecialisedForward(NamedTuple):
-    """How hopper_forward's kernel is launched."""
+FP32_TILES = PlainTiles(*[TileConfig(32, 32, 4, 1)] * 3)  # fp32 uses no tensor cores, and small tiles
 
-    n: int
+
+class HopperForwardConfig(NamedTuple):
+    """How the kernel of hopper_forward is launched."""
+
+    keys: int
     """Keys of a block."""
     stages: int
     """Blocks of K and of V in flight."""
     consumers: int
-    """Warpgroups that compute, two or three, of 64 queries each."""
+    """Warpgroups that compute, two or three, with 64 queries each."""
 
     @property
     def queries(self) -> int:
@@ -54,100 +60,113 @@ class SpecialisedForward(NamedTuple):
         return 64 * self.consumers
 
 
-class SpecialisedBackward(NamedTuple):
-    """How hopper_backward's main kernel is launched."""
+class HopperBackwardConfig(NamedTuple):
+    """How the main kernel of hopper_backward is launched."""
 
-    m: int
+    queries: int
     """Rows of a query tile."""
-    n: int
+    keys: int
     """Rows of a key tile."""
     warps: int
-    """Warps that compute; four more load, add up dQ, or idle."""
+    """Warps that compute. Four more load, add up dQ, or idle."""
     stages: int
-    """Tiles of dO in shared memory; of Q and of the statistics there are one or two more."""
+    """Tiles of dO in shared memory. Q and the statistics have one or two more."""
     resident: int
     """Programs on a multiprocessor at a time, which share its registers."""
     fused: bool
-    """Whether it computes dQ too, or leaves that to the plain kernel."""
+    """Whether the kernel computes dQ too. Otherwise the plain kernel does."""
 
     @property
-    def options(self) -> dict[str, int]:
-        """Compiler options. The warps start out with equal shares of the registers, in multiples of 8."""
+    def compiler_options(self) -> dict[str, int]:
+        """Warps and registers. All warps start with equal shares of the registers, in multiples of 8."""
         registers = 65536 // (self.resident * (self.warps + 4) * 32) // 8 * 8
         return {"num_warps": self.warps, "maxnreg": min(registers, 248)}
 
 
-def in_halves(m: int, head_dim: int) -> bool:
-    """Whether the specialised backward computes a tile of m queries in two halves, all but its dQ."""
-    return m == 128 and head_dim > 64
+HopperConfig = HopperForwardConfig | HopperBackwardConfig
+HOPPER_CONFIGS = {"forward": HopperForwardConfig, "backward": HopperBackwardConfig}
 
 
-def without_dq(config: SpecialisedBackward, head_dim: int) -> SpecialisedBackward:
-    """The settings for leaving dQ to the plain kernel. It is dQ that halves are for: without it heads of 80 have tiles
-    of 64 x 64 at any length, by which the rest takes 4 % less at 8k on an H200.
+def in_halves(queries: int, head_dim: int) -> bool:
+    """Return whether the Hopper backward computes a tile of so many queries in two halves, except for dQ."""
+    return queries == 128 and head_dim > 64
+
+
+def without_dq(config: HopperBackwardConfig, head_dim: int) -> HopperBackwardConfig:
+    """Return the settings for leaving dQ to the plain kernel.
+
+    Only dQ needs halves. Without dQ, heads of 80 use tiles of 64 x 64 at any length: 4 % faster at 8k on an H200.
     """
-    if in_halves(config.m, head_dim):
-        return SpecialisedBackward(64, 64, 4, 2, 2, fused=False)
+    if in_halves(config.queries, head_dim):
+        return HopperBackwardConfig(queries=64, keys=64, warps=4, stages=2, resident=2, fused=False)
     return config._replace(fused=False)
-
-
-SPECIALISED = {"forward": SpecialisedForward, "backward": SpecialisedBackward}
 
 
 @cache
 def padded_head_dim(head_dim: int) -> int:
-    """The power of two the kernels pad head_dim to."""
+    """Return head_dim padded to a power of two, as the plain kernels need it."""
     return max(16, triton.next_power_of_2(head_dim))
 
 
 def split_head_dim(head_dim: int) -> tuple[int, int]:
-    """The two parts the warp-specialised kernels read a head in: 80 as 64 and 16 columns, 64 and 128 whole."""
+    """Return the two parts of a head that the Hopper kernels read: 80 is 64 + 16 columns; 64 and 128 are whole."""
     return (128, 0) if head_dim == 128 else (64, head_dim - 64)
 
 
-def length_bucket(seq_len: int) -> str:
-    return next((str(longest) for longest in LENGTHS if seq_len <= longest), "long")
+def max_seq_len(seq_len: int) -> int | None:
+    """Return the limit of the table's rows for a sequence length, or None for a row without a limit."""
+    return next((longest for longest in LENGTHS if seq_len <= longest), None)
+
+
+def mask_of(causal: bool, dropout: bool) -> str:
+    """Return the table's name of a mask. Dropout needs more registers: its rows were tuned with a causal mask."""
+    return "dropout" if dropout else "causal" if causal else "full"
 
 
 @cache
-def read_table() -> dict:
+def read_table() -> dict[str, list[dict]]:
     return json.loads(TABLE.read_text())
 
 
-def specialised_settings() -> list[tuple[str, int, str, tuple]]:
-    """Pass, head size, mask and settings of the table's specialised entries, each once, whatever the lengths."""
-    entries = (
-        (pass_, int(size), mask, tuple(config))
-        for pass_, sizes in read_table()["specialised"].items()
-        for size, masks in sizes.items()
-        for mask, buckets in masks.items()
-        for config in buckets.values()
-    )
-    return list(dict.fromkeys(entries))
+def find_row(rows: list[dict], **key) -> dict | None:
+    """Return the first row that has these values, or None."""
+    return next((row for row in rows if all(row[name] == value for name, value in key.items())), None)
 
 
-@cache
-def tiles_for(arch: str, head_dim: int, dtype: torch.dtype, causal: bool, bucket: str, dropout: bool = False) -> Tiles:
-    """The tiles for an architecture ("sm_90", "gfx942"), a head size from 16 to 256, a dtype, a mask and a length.
+def plain_tiles_of(row: dict) -> PlainTiles:
+    """Return the tiles in a row of "plain" or "conservative"."""
+    return PlainTiles(*(TileConfig(**row[kernel]) for kernel in PlainTiles._fields))
 
-    Dropout, which needs more registers, has tiles of its own, tuned with a causal mask.
-    """
+
+def hopper_config_of(row: dict) -> HopperConfig:
+    """Return the settings in a row of "hopper"."""
+    kind = HOPPER_CONFIGS[row["pass"]]
+    return kind(*(row[name] for name in kind._fields))
+
+
+def hopper_configs() -> list[tuple[str, int, str, HopperConfig]]:
+    """Return pass, head size, mask and settings of the table's Hopper rows, without duplicates from several lengths."""
+    rows = read_table()["hopper"]
+    return list(dict.fromkeys((row["pass"], row["head_dim"], row["mask"], hopper_config_of(row)) for row in rows))
+
+
+@lru_cache(4096)
+def plain_tiles_for(
+    arch: str, head_dim: int, dtype: torch.dtype, causal: bool, seq_len: int, dropout: bool = False
+) -> PlainTiles:
+    """Return the plain kernels' tiles: arch is "sm_90", "gfx942" and so on, head_dim is from 16 to 256."""
     if dtype == torch.float32:
         return FP32_TILES
-    table, size = read_table(), str(padded_head_dim(head_dim))
-    tuned = table.get(arch, {}).get(size, {}).get(_mask(causal, dropout), {}).get(bucket)
-    return Tiles(*(Tile(*tile) for tile in tuned or table["any"][size]))
+    table, size = read_table(), padded_head_dim(head_dim)
+    key = {"head_dim": size, "mask": mask_of(causal, dropout), "max_seq_len": max_seq_len(seq_len)}
+    return plain_tiles_of(find_row(table["plain"], arch=arch, **key) or find_row(table["conservative"], head_dim=size))
 
 
-@cache
-def specialised_for(
-    pass_: str, head_dim: int, causal: bool, bucket: str, dropout: bool = False
-) -> SpecialisedForward | SpecialisedBackward | None:
-    """The settings of the warp-specialised kernel of a pass ("forward", "backward"), or None where it is not in use."""
-    sizes = read_table().get("specialised", {}).get(pass_, {})
-    settings = sizes.get(str(head_dim), {}).get(_mask(causal, dropout), {}).get(bucket)
-    return settings and SPECIALISED[pass_](*settings)
-
-
-def _mask(causal: bool, dropout: bool) -> str:
-    return "dropout" if dropout else "causal" if causal else "full"
+@lru_cache(4096)
+def hopper_config_for(
+    pass_: str, head_dim: int, causal: bool, seq_len: int, dropout: bool = False
+) -> HopperConfig | None:
+    """Return the settings of the Hopper kernel for a pass ("forward", "backward"), or None if the plain ones run."""
+    key = {"head_dim": head_dim, "mask": mask_of(causal, dropout), "max_seq_len": max_seq_len(seq_len)}
+    row = find_row(read_table()["hopper"], **{"pass": pass_}, **key)
+    return row and hopper_config_of(row)

@@ -1,4 +1,4 @@
-"""Megatron-LM's attention: two matrix products around one fused kernel of scale, mask, softmax, dropout."""
+"""Megatron-LM's attention: two matrix products, and one kernel for scale, mask, softmax and dropout between them."""
 
 from kernels.fused_softmax.op import LONGEST_ROW, fused_softmax
 

@@ -1,8 +1,8 @@
 """Attention by two matrix products and a fused softmax, as Megatron-LM computed it before FlashAttention.
 
-Shoeybi et al., "Megatron-LM" (2019), whose fused kernel is the baseline of FlashAttention's Table 2: the scores and the
-probabilities go to memory in 16 bits, are read and written once each, and the probabilities wait there for the backward
-pass. The products are cuBLAS's.
+Shoeybi et al., "Megatron-LM" (2019); its fused kernel is the baseline of FlashAttention's Table 2. Scores and
+probabilities go to memory in the inputs' dtype and are read and written once each. The probabilities stay there for the
+backward pass. cuBLAS computes the products.
 """
 
 import torch
@@ -14,7 +14,7 @@ from kernels.common.checks import check_inputs
 from kernels.common.documents import document_bounds
 from kernels.common.registering import implement
 
-LONGEST_ROW = 16384  # keys; a row of scores is held on chip, as in Megatron-LM's kernel
+LONGEST_ROW = 16384  # keys; a program holds a row of scores on chip, as in Megatron-LM's kernel
 
 _library = library.Library("fused_softmax", "DEF")
 _OPTIONS = "Tensor? numbers, Tensor? documents, bool causal, float scale, float dropout_p"
@@ -34,7 +34,7 @@ def _(dkept, probabilities, *options):
 
 
 class _FusedSoftmax(torch.autograd.Function):
-    """Scores (B, H, T, S) to what dropout leaves of their softmax."""
+    """Softmax and dropout of scores (B, H, T, S)."""
 
     @staticmethod
     def forward(ctx, scores, numbers, documents, *options):
@@ -61,11 +61,11 @@ def fused_softmax(
     dropout_p: float = 0.0,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """softmax(Q K^T scale) V with the scores and the probabilities in memory, in the inputs' dtype.
+    """Return softmax(Q K^T scale) V, with scores and probabilities in memory in the inputs' dtype.
 
     q is (B, T, H, D), k and v are (B, S, G, D) with H a multiple of G; the output is (B, T, H, D). Causal masks align
-    at the bottom right; a query that sees no key gives zeros. Inputs and errors are otherwise those of flash2, and
-    autocast changes nothing.
+    at the bottom right. A query that sees no key gives zeros. Other inputs and errors are as in flash2. Autocast has
+    no effect.
 
     Raises:
         ValueError: more than 16384 keys, or inputs outside the above.
@@ -74,13 +74,12 @@ def fused_softmax(
     (batch, seq_q, heads, head_dim), (seq_k, kv_heads) = q.shape, k.shape[1:3]
     if seq_k > LONGEST_ROW:
         raise ValueError(
-            f"fused_softmax holds a row of scores on chip: {LONGEST_ROW} keys at most, not {seq_k}; "
-            "use attention=flash2"
+            f"fused_softmax holds rows of scores on chip: {LONGEST_ROW} keys at most, not {seq_k}; use attention=flash2"
         )
     numbers = dropout.draw(batch, heads, seq_q, seq_k, q.device) if dropout_p else None
     documents = None if cu_seqlens is None else document_bounds(cu_seqlens, batch, seq_q)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    rows = heads // kv_heads * seq_q  # the queries of a group of heads, one head's after another's
+    rows = heads // kv_heads * seq_q  # the queries of all heads of a group, head by head
     with torch.autocast(q.device.type, enabled=False):
         scores = q.reshape(batch, kv_heads, rows, head_dim) @ k.mT
         scores = scores.view(batch, heads, seq_q, seq_k)

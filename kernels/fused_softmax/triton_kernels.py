@@ -1,7 +1,7 @@
-"""Scale, mask, softmax and dropout in one Triton kernel, and their backward pass in another.
+"""Scale, mask, softmax and dropout in one Triton kernel, and their gradient in another.
 
-Each program owns M whole rows of the scores, N columns wide, and reads only what their queries see. Softmax runs in
-fp32, whatever the dtype, and in base 2.
+Each program owns M whole rows of the scores, N columns wide, and loads only the keys that its queries see. The softmax
+is computed in fp32 for every dtype, and in base 2.
 """
 
 import torch
@@ -13,20 +13,21 @@ from kernels.common.dropout import threshold
 from kernels.common.head_rows import LOG2_E, keys_of
 from kernels.common.rounding import to
 
-TILE = 4096  # scores of a program, where a row is no longer
+SCORES = 4096  # of a program, unless one row is longer
 
 
 @triton.jit
 def _position(rows, heads, seq_q, M: tl.constexpr):
-    """Of the program's rows among B * heads * seq_q: their number in 64 bits, batch and head, and query."""
-    row = tl.minimum(tl.cast(tl.program_id(0), tl.int64) * M + tl.arange(0, M), rows - 1)  # the last ones twice
+    """Return of the program's rows [M] the number in 64 bits, bh = batch * heads + head, and the query."""
+    row = tl.cast(tl.program_id(0), tl.int64) * M + tl.arange(0, M)
+    row = tl.minimum(row, rows - 1)  # the last program may repeat the last row
     bh = row // seq_q
     return row, bh, (row % seq_q).to(tl.int32)
 
 
 @triton.jit
 def _kept(numbers, bh, o_i, o_j, seq_q, seq_k, threshold):
-    """What dropout leaves, [M, N]: see dropout.py."""
+    """Return which probabilities dropout keeps, [M, N]; see kernels/common/dropout.py."""
     p_numbers = numbers + bh * (seq_q + seq_k)
     of_queries = tl.load(p_numbers + o_i).to(tl.uint32, bitcast=True)
     of_keys = tl.load(p_numbers[:, None] + seq_q + o_j[None, :], mask=o_j[None, :] < seq_k, other=0)
@@ -36,26 +37,12 @@ def _kept(numbers, bh, o_i, o_j, seq_q, seq_k, threshold):
 
 @triton.jit
 def softmax_kernel(
-    scores,
-    probabilities,
-    kept,
-    numbers,
-    documents,
-    rows,
-    heads,
-    seq_q,
-    seq_k,
-    scale,
-    threshold,
-    keep_scale,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
-    DROPOUT: tl.constexpr,
+    scores, probabilities, kept, numbers, documents,
+    rows, heads, seq_q, seq_k, scale, threshold, keep_scale,
+    M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr, DROPOUT: tl.constexpr,
     UPCAST: tl.constexpr,
-):
-    """probabilities = softmax(scores scale), and kept, what dropout leaves of it; all (B, heads, seq_q, seq_k).
+):  # fmt: skip
+    """Compute probabilities = softmax(scores scale), and kept = dropout(probabilities); all (B, heads, seq_q, seq_k).
 
     Grid: cdiv(B * heads * seq_q, M).
     """
@@ -63,9 +50,10 @@ def softmax_kernel(
     o_j = tl.arange(0, N)
     first, end = keys_of(o_i, documents, bh // heads, seq_k - seq_q, seq_q, seq_k, 0, CAUSAL, False, DOCUMENTS)
     visible = (o_j[None, :] >= first[:, None]) & (o_j[None, :] < end[:, None])
-    at = row[:, None] * seq_k + o_j[None, :]
+    at = row[:, None] * seq_k + o_j[None, :]  # [M, N]
+    # P = softmax(S scale) [M, N]
     b_s = tl.load(scores + at, mask=visible, other=float("-inf")).to(tl.float32) * (scale * LOG2_E)
-    m = tl.max(b_s, 1)
+    m = tl.max(b_s, 1)  # [M]
     b_p = tl.math.exp2(b_s - tl.where(m == float("-inf"), 0.0, m)[:, None])
     l = tl.sum(b_p, 1)
     b_p = b_p / tl.where(l == 0.0, 1.0, l)[:, None]
@@ -78,31 +66,17 @@ def softmax_kernel(
 
 @triton.jit
 def softmax_gradient_kernel(
-    dkept,
-    probabilities,
-    dscores,
-    numbers,
-    documents,
-    rows,
-    heads,
-    seq_q,
-    seq_k,
-    scale,
-    threshold,
-    keep_scale,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
-    DROPOUT: tl.constexpr,
+    dkept, probabilities, dscores, numbers, documents,
+    rows, heads, seq_q, seq_k, scale, threshold, keep_scale,
+    M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr, DROPOUT: tl.constexpr,
     UPCAST: tl.constexpr,
-):
-    """dscores = scale P o (dP - rowsum(P o dP)), dP being dkept keep_scale where dropout left P. Grid as above."""
+):  # fmt: skip
+    """Compute dscores = scale P o (dP - rowsum(P o dP)), dP = dropout(dkept). Grid: as softmax_kernel."""
     row, bh, o_i = _position(rows, heads, seq_q, M)
     o_j = tl.arange(0, N)
     first, end = keys_of(o_i, documents, bh // heads, seq_k - seq_q, seq_q, seq_k, 0, CAUSAL, False, DOCUMENTS)
     visible = (o_j[None, :] >= first[:, None]) & (o_j[None, :] < end[:, None])
-    at = row[:, None] * seq_k + o_j[None, :]
+    at = row[:, None] * seq_k + o_j[None, :]  # [M, N]
     b_p = tl.load(probabilities + at, mask=visible, other=0.0).to(tl.float32)
     b_dp = tl.load(dkept + at, mask=visible, other=0.0).to(tl.float32)
     if DROPOUT:
@@ -112,13 +86,13 @@ def softmax_gradient_kernel(
 
 
 def tile(seq_k: int) -> tuple[int, int, int]:
-    """Rows and columns of a program, and its warps."""
+    """Return rows and columns of a program, and its warps."""
     columns = max(triton.next_power_of_2(seq_k), 16)
-    return max(TILE // columns, 1), columns, max(4, columns // 512)
+    return max(SCORES // columns, 1), columns, max(4, columns // 512)
 
 
 def _launch(kernel, tensors: tuple, shape: torch.Size, causal: bool, scale: float, dropout_p: float) -> None:
-    """A kernel over scores of a shape (B, H, T, S); the last two tensors are numbers and documents."""
+    """Launch a kernel for scores of shape (B, H, T, S). The last two tensors are numbers and documents."""
     batch, heads, seq_q, seq_k = shape
     rows, (m, n, warps) = batch * heads * seq_q, tile(seq_k)
     sizes = rows, heads, seq_q, seq_k, scale, threshold(dropout_p), 1 / (1 - dropout_p)

@@ -1,4 +1,4 @@
-"""The two linear layers of a GPT-2 block with tanh-GELU between them: operators, kernels, definition."""
+"""The two linear layers of a GPT-2 block with tanh-GELU between them."""
 
 from kernels.gelu.op import gelu_mlp
 

@@ -1,4 +1,7 @@
-"""A linear layer with tanh-GELU and its gradient in plain PyTorch: what the kernels compute, and what a CPU runs."""
+"""A linear layer with tanh-GELU and its gradient in plain PyTorch: the kernels' definition, and the CPU's path.
+
+N tokens, D inputs, C outputs of the layer.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -10,26 +13,25 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _biased(product: Tensor, bias: Tensor) -> Tensor:
-    """The sum, in fp32 or more."""
+    """Return the sum in fp32 or more."""
     wide = _wide(product)
     return wide + bias.to(wide.dtype)
 
 
-def _slope(pre: Tensor) -> Tensor:
-    """GELU's derivative in pre's precision."""
-    return torch.ops.aten.gelu_backward(torch.ones_like(pre), pre, approximate="tanh")
-
-
 def _gelu(pre: Tensor) -> Tensor:
-    """GELU in pre's precision."""
     return F.gelu(pre, approximate="tanh")
 
 
-def forward(x: Tensor, weight: Tensor, bias: Tensor, keep_output: bool) -> tuple[Tensor, Tensor]:
-    """What is saved for the gradient, and gelu(pre) for pre = x weight^T + bias; both (N, C) in x's dtype.
+def _slope(pre: Tensor) -> Tensor:
+    """Return GELU's derivative."""
+    return torch.ops.aten.gelu_backward(torch.ones_like(pre), pre, approximate="tanh")
 
-    x (N, D), weight (C, D), bias (C,). With keep_output the gradient needs GELU's slope at pre, without it the product
-    x weight^T. That is rounded to x's dtype; pre, the sum with the bias in fp32 or more, is not.
+
+def forward(x: Tensor, weight: Tensor, bias: Tensor, keep_output: bool) -> tuple[Tensor, Tensor]:
+    """Return the tensor saved for the gradient, and gelu(pre) for pre = x weight^T + bias; both (N, C) in x's dtype.
+
+    x (N, D), weight (C, D), bias (C,). The saved tensor is GELU's slope at pre with keep_output, or else x weight^T.
+    x weight^T is rounded to x's dtype; pre, its sum with the bias, stays in fp32 or more.
     """
     product = F.linear(x, weight)
     pre = _biased(product, bias)
@@ -39,11 +41,10 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor, keep_output: bool) -> tuple
 def backward(
     dout: Tensor, weight: Tensor, bias: Tensor, saved: Tensor, keep_output: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dpre (N, C) in dout's dtype; dpre summed over its rows before it is rounded, (C,) in fp32 or more; and without
-    keep_output gelu(pre) once more.
+    """Return dpre, its sum over the rows, and the recomputed gelu(pre) (empty with keep_output).
 
-    dout (N, D) is the gradient of the output of the layer after GELU, whose weight (D, C) is; bias and saved are
-    forward's.
+    dout (N, D) is the output gradient of the layer after GELU, and weight (D, C) that layer's weight. `forward` took
+    bias and returned saved. dpre is (N, C) in dout's dtype. Its sum (C,) adds unrounded terms in fp32 or more.
     """
     dpre = _wide(dout @ weight) * (_wide(saved) if keep_output else _slope(_biased(saved, bias)))
     recomputed = saved.new_empty(0) if keep_output else _gelu(_biased(saved, bias)).to(saved.dtype)

@@ -1,10 +1,12 @@
 """Matrix products on Hopper with tanh-GELU or its gradient in their epilogue; see kernels/hopper/product.py.
 
-C = A B. GELU's own passes over memory are saved: it reads and writes what a product writes anyway. The slope is
-computed in the forward pass, which has to compute most of it, unless memory is to be saved.
+GELU needs no passes over memory of its own. The forward pass computes most of the slope anyway, so it also saves the
+slope, unless memory is short (KEEP_OUTPUT is False).
 
-The bias is added in the epilogue too: to read it where a product starts holds up both warpgroups that multiply, for
-some 2 % of the forward pass at a depth of 2,048.
+The epilogue adds the bias. Reading the bias at the start of a product instead would hold up both multiplying
+warpgroups: about 2 % of the forward pass at a depth of 2,048.
+
+C = A B; C [M, N] is a tile of the product, and passes through registers CHUNK rows at a time.
 """
 
 from itertools import chain
@@ -18,8 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from kernels.gelu.triton_kernels import CUBIC, MINUS_LOG2_E, SLOPE
 from kernels.hopper.product import (
     CHUNK,
+    CHUNK_LAYOUT,
     CHUNKS,
-    LAYOUT,
     REGISTERS,
     M,
     N,
@@ -41,7 +43,7 @@ def _reciprocal(x):
 
 @gluon.jit
 def _gelu(v):
-    """GELU's output and slope; see triton_kernels.py."""
+    """Return GELU and its slope; see triton_kernels.py."""
     squares = v * v
     s = _reciprocal(1 + gl.exp2(v * (SLOPE * MINUS_LOG2_E + CUBIC * MINUS_LOG2_E * squares)))
     out = v * s
@@ -49,25 +51,26 @@ def _gelu(v):
 
 
 @gluon.jit
-def _gelu_of(results, bias, out, saved, rows, columns, KEEP_OUTPUT: gl.constexpr):
-    """Writes gelu(C + bias) and GELU's slope there or C itself, CHUNK rows of a tile at a time."""
+def _apply_gelu(results, bias, out, saved, rows, columns, KEEP_OUTPUT: gl.constexpr):
+    """Write out = gelu(C + bias), and GELU's slope or C to `saved`, CHUNK rows of a tile at a time."""
     c_slots, c_full, c_empty = results
     o_m, o_n, offsets = chunk_places(columns)
     for n in range(count_tiles(rows, columns)):
         i, j = tile_at(n, rows, columns)
         first, left = i.to(gl.int64) * columns + j, rows - i
         b_bias = gl.load(bias + j + o_n).to(gl.float32)[None, :]
-        for C in gl.static_range(2):
-            mbarrier.wait(c_full.index(C), n & 1)
-            c_next = c_slots.index(C).slice(0, CHUNK).load(LAYOUT)
+        for half in gl.static_range(2):
+            mbarrier.wait(c_full.index(half), n & 1)
+            c_next = c_slots.index(half).slice(0, CHUNK).load(CHUNK_LAYOUT)
             for chunk in gl.static_range(CHUNKS):
-                c = c_next
+                c = c_next  # [CHUNK, N]
                 if chunk < CHUNKS - 1:
-                    c_next = c_slots.index(C).slice((chunk + 1) * CHUNK, CHUNK).load(LAYOUT)
-                barrier()  # the assembler moves no load past it: this one is to be under way during the arithmetic
+                    c_next = c_slots.index(half).slice((chunk + 1) * CHUNK, CHUNK).load(CHUNK_LAYOUT)
+                barrier()  # The assembler moves no load past it, so the load of c_next overlaps the arithmetic.
                 if chunk == CHUNKS - 1:
-                    mbarrier.arrive(c_empty.index(C))
+                    mbarrier.arrive(c_empty.index(half))
                 mask = (o_m < left)[:, None]
+                # GELU in the epilogue: out = gelu(C + bias)
                 b_out, slope = _gelu(c.to(gl.float32) + b_bias)
                 gl.store(saved + first + offsets, slope.to(c.dtype) if KEEP_OUTPUT else c, mask=mask)
                 gl.store(out + first + offsets, b_out.to(c.dtype), mask=mask)
@@ -76,11 +79,11 @@ def _gelu_of(results, bias, out, saved, rows, columns, KEEP_OUTPUT: gl.constexpr
 
 
 @gluon.jit
-def _gradient_of(results, bias, out, saved, recomputed, sums, rows, columns, KEEP_OUTPUT: gl.constexpr):
-    """Multiplies a tile with GELU's slope where it is, CHUNK rows at a time, and sums its columns.
+def _apply_gradient(results, bias, out, saved, recomputed, sums, rows, columns, KEEP_OUTPUT: gl.constexpr):
+    """Write out = C * slope, CHUNK rows of a tile at a time, and its sum by column.
 
-    What was saved is read two chunks ahead; if that is GELU's input but for the bias, GELU's output is recomputed and
-    written too.
+    `saved` is read two chunks ahead. Unless KEEP_OUTPUT it holds GELU's input before the bias, and GELU's output is
+    recomputed and written too.
     """
     c_slots, c_full, c_empty = results
     o_m, o_n, offsets = chunk_places(columns)
@@ -88,27 +91,28 @@ def _gradient_of(results, bias, out, saved, recomputed, sums, rows, columns, KEE
     for n in range(count_tiles(rows, columns)):
         i, j = tile_at(n, rows, columns)
         first, left = i.to(gl.int64) * columns + j, rows - i
-        total = gl.zeros([CHUNK, N], gl.float32, LAYOUT)
+        total = gl.zeros([CHUNK, N], gl.float32, CHUNK_LAYOUT)
         if not KEEP_OUTPUT:
             b_bias = gl.load(bias + j + o_n).to(gl.float32)[None, :]
         soon = gl.load(saved + first + offsets, mask=(o_m < left)[:, None], other=0.0)
         later = gl.load(saved + (first + step) + offsets, mask=(o_m < left - CHUNK)[:, None], other=0.0)
-        for C in gl.static_range(2):
-            mbarrier.wait(c_full.index(C), n & 1)
+        for half in gl.static_range(2):
+            mbarrier.wait(c_full.index(half), n & 1)
             for chunk in gl.static_range(CHUNKS):
-                c = c_slots.index(C).slice(chunk * CHUNK, CHUNK).load(LAYOUT)
+                c = c_slots.index(half).slice(chunk * CHUNK, CHUNK).load(CHUNK_LAYOUT)  # [CHUNK, N]
                 slope = soon.to(gl.float32)
                 soon = later
-                if C * CHUNKS + chunk + 2 < 2 * CHUNKS:
+                if half * CHUNKS + chunk + 2 < 2 * CHUNKS:
                     mask = (o_m < left - 2 * CHUNK)[:, None]
                     later = gl.load(saved + (first + 2 * step) + offsets, mask=mask, other=0.0)
                 if chunk == CHUNKS - 1:
-                    barrier()  # all warps have read
-                    mbarrier.arrive(c_empty.index(C))
+                    barrier()  # until all warps have read
+                    mbarrier.arrive(c_empty.index(half))
                 mask = (o_m < left)[:, None]
                 if not KEEP_OUTPUT:
                     b_out, slope = _gelu(slope + b_bias)
                     gl.store(recomputed + first + offsets, b_out.to(c.dtype), mask=mask)
+                # GELU's gradient in the epilogue: out = C * slope
                 d = c.to(gl.float32) * slope
                 gl.store(out + first + offsets, d.to(c.dtype), mask=mask)
                 total += d
@@ -122,9 +126,9 @@ def _epilogue(
     results, bias, out, saved, recomputed, sums, rows, columns, GRADIENT: gl.constexpr, KEEP_OUTPUT: gl.constexpr
 ):
     if GRADIENT:
-        _gradient_of(results, bias, out, saved, recomputed, sums, rows, columns, KEEP_OUTPUT)
+        _apply_gradient(results, bias, out, saved, recomputed, sums, rows, columns, KEEP_OUTPUT)
     else:
-        _gelu_of(results, bias, out, saved, rows, columns, KEEP_OUTPUT)
+        _apply_gelu(results, bias, out, saved, rows, columns, KEEP_OUTPUT)
 
 
 @gluon.jit(do_not_specialize=["rows"])
@@ -132,12 +136,14 @@ def linear_gelu_kernel(
     a, b, bias, out, saved, recomputed, sums, rows, columns, depth,
     GRADIENT: gl.constexpr, KEEP_OUTPUT: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """out = gelu(C + bias) for C = A B, and `saved` GELU's slope there or, unless KEEP_OUTPUT, C itself. With GRADIENT:
-    out = C times the slope, which is `saved` or made of it; sums (cdiv(rows, M), columns) fp32 that over the rows of
-    each tile; and unless KEEP_OUTPUT recomputed = gelu(saved + bias).
+    """Compute C = A B with GELU or its gradient in the epilogue.
 
-    a reads [M, K] of A; b [N, K] of B^T or, with GRADIENT, [K, N] of B; out, saved and recomputed are (rows, columns),
-    contiguous, columns a multiple of N; what is not used is None. Grid: any number of programs up to that of the tiles.
+    Without GRADIENT: out = gelu(C + bias), and `saved` is set to GELU's slope (KEEP_OUTPUT) or to C.
+    With GRADIENT: out = C * slope, with the slope from `saved`, and sums (cdiv(rows, M), columns) fp32 is its sum over
+    the rows of each tile. Unless KEEP_OUTPUT, recomputed = gelu(saved + bias).
+
+    a reads [M, K] of A; b reads [N, K] of B^T or, with GRADIENT, [K, N] of B. out, saved and recomputed are (rows,
+    columns), contiguous, columns a multiple of N. Unused tensors are None. Grid: at most one program per tile.
     """
     rings, results = shared_memory(a, b)
     shape = (rows, columns, depth)
@@ -153,13 +159,13 @@ def linear_gelu_kernel(
 
 
 def _arguments(a, b, bias, out, saved, recomputed, sums, gradient: bool, keep_output: bool) -> tuple:
-    """Tensors, scalars and constants of linear_gelu_kernel."""
+    """Return the tensors, scalars and constants of linear_gelu_kernel."""
     tensors = *operands(a, b, transposed=not gradient), bias, out, saved, recomputed, sums
     return tensors, (*out.shape, a.shape[1]), (gradient, keep_output, REGISTERS)
 
 
 def compilation(dtype: torch.dtype, gradient: bool, keep_output: bool) -> tuple[dict, dict, dict]:
-    """Signature, constants and options of linear_gelu_kernel, to compile it ahead of time."""
+    """Return signature, constants and options of linear_gelu_kernel, to compile it ahead of time."""
     x, floats = torch.empty((M.value, N.value), dtype=dtype), torch.empty(1)
     others = (x, None if keep_output else x, floats) if gradient else (x, None, None)
     arguments = chain(*_arguments(x, x, floats, x, *others, gradient, keep_output))
@@ -172,7 +178,7 @@ def _launch(a, b, bias, out, saved, recomputed, sums, gradient: bool, keep_outpu
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor, keep_output: bool) -> tuple[Tensor, Tensor]:
-    """Same contract as definition.forward, where launch.py takes it."""
+    """Same contract as definition.forward, for inputs that selection.fuses_whole_tiles accepts."""
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
     saved = torch.empty_like(out)
     _launch(x, weight, bias, out, saved, None, None, gradient=False, keep_output=keep_output)
@@ -182,7 +188,7 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor, keep_output: bool) -> tuple
 def backward(
     dout: Tensor, weight: Tensor, bias: Tensor, saved: Tensor, keep_output: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Same contract as definition.backward, where launch.py takes it."""
+    """Same contract as definition.backward, for inputs that selection.fuses_whole_tiles accepts."""
     rows, columns = saved.shape
     dpre, recomputed = torch.empty_like(saved), None if keep_output else torch.empty_like(saved)
     sums = torch.empty((-(-rows // M.value), columns), dtype=torch.float32, device=saved.device)

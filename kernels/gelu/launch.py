@@ -1,16 +1,16 @@
-"""What a linear layer with GELU launches on a GPU: Hopper's fused products, or cuBLAS's with GELU by plain Triton."""
+"""The choice for a linear layer with GELU on a GPU: Hopper's fused products, or cuBLAS and plain Triton kernels."""
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.gelu import triton_kernels
-from kernels.hopper import selection as products
+from kernels.hopper import selection
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor, keep_output: bool) -> tuple[Tensor, Tensor]:
     """Same contract as definition.forward."""
-    if products.fuses_whole_tiles(len(x), len(weight), x, weight, bias):
-        from kernels.gelu import hopper  # Gluon, which is for no other GPU
+    if selection.fuses_whole_tiles(len(x), len(weight), x, weight, bias):
+        from kernels.gelu import hopper  # Gluon code for Hopper; other GPUs must not import it
 
         return hopper.forward(x, weight, bias, keep_output)
     saved, bias = F.linear(x, weight), bias.contiguous()
@@ -21,7 +21,7 @@ def backward(
     dout: Tensor, weight: Tensor, bias: Tensor, saved: Tensor, keep_output: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Same contract as definition.backward."""
-    if products.fuses_whole_tiles(*saved.shape, dout, weight, bias, saved):
+    if selection.fuses_whole_tiles(*saved.shape, dout, weight, bias, saved):
         from kernels.gelu import hopper
 
         return hopper.backward(dout, weight, bias, saved, keep_output)

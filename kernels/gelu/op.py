@@ -1,4 +1,7 @@
-"""Two linear layers with tanh-GELU between them, on PyTorch operators: GPU kernels, the PyTorch definition on CPU."""
+"""Two linear layers with tanh-GELU between them, as PyTorch operators.
+
+N tokens, D inputs, C hidden columns (GELU's), E outputs.
+"""
 
 import torch
 from torch import Tensor, library
@@ -12,8 +15,6 @@ _library.define("forward(Tensor x, Tensor weight, Tensor bias, bool keep_output)
 _library.define(
     "backward(Tensor dout, Tensor weight, Tensor bias, Tensor saved, bool keep_output) -> (Tensor, Tensor, Tensor)"
 )
-
-
 implement(_library, "gelu", ("forward", "backward"))
 
 
@@ -44,13 +45,13 @@ class _GeluMLP(torch.autograd.Function):
         x, matrix, bias, out_matrix, saved, activated = ctx.saved_tensors
         dresidual = dout if ctx.needs_input_grad[5] else None
         dout, keep_output = dout.contiguous(), activated is not None
-        kind, out_kind, out_bias_kind = ctx.dtypes
+        dtype, out_dtype, out_bias_dtype = ctx.dtypes
         with torch.autocast(dout.device.type, enabled=False):
             dpre, sums, recomputed = torch.ops.gelu.backward(dout, out_matrix, bias, saved, keep_output)
             activated = activated if keep_output else recomputed
-            dweight, dout_weight = weight_gradient(dpre, x, kind), weight_gradient(dout, activated, out_kind)
+            dweight, dout_weight = weight_gradient(dpre, x, dtype), weight_gradient(dout, activated, out_dtype)
             dx, dbias = dpre @ matrix, sums.to(bias.dtype)
-            dout_bias = bias_gradient(dout, out_bias_kind) if ctx.needs_input_grad[4] else None
+            dout_bias = bias_gradient(dout, out_bias_dtype) if ctx.needs_input_grad[4] else None
             return dx, dweight, dbias, dout_weight, dout_bias, dresidual, None
 
 
@@ -63,12 +64,14 @@ def gelu_mlp(
     residual: Tensor | None = None,
     keep_output: bool = True,
 ) -> Tensor:
-    """gelu(x weight^T + bias) out_weight^T + out_bias + residual in x's dtype, autocast or not, with tanh-GELU.
+    """Return gelu(x weight^T + bias) out_weight^T + out_bias + residual, (..., E) in x's dtype, for tanh-GELU.
 
-    x (..., D), weight (C, D), bias (C,), out_weight (E, C), out_bias (E,) and residual (..., E), in floating dtypes, in
-    which they have their gradients too; see kernels.linear, of out_bias's as well. The gradient of GELU's bias is
-    summed in fp32. With keep_output the forward pass saves GELU's output and its slope, (N, C) each in x's dtype, for
-    the backward pass; without it only x weight^T, from which both are recomputed: half the memory.
+    x (..., D), weight (C, D), bias (C,), out_weight (E, C), out_bias (E,) and residual (..., E) have floating dtypes,
+    and their gradients have the same ones. Autocast has no effect. kernels.linear explains the gradients of the weights
+    and of out_bias. The gradient of `bias` is summed in fp32.
+
+    With keep_output the forward pass saves GELU's output and its slope, (N, C) each. Without it the forward pass saves
+    only x weight^T, and the backward pass recomputes both. That takes half the memory.
 
     Raises:
         ValueError: the shapes do not fit each other.
@@ -87,4 +90,4 @@ def gelu_mlp(
     with torch.autocast(x.device.type, enabled=False):
         parameters = weight, bias, out_weight, out_bias.contiguous()
         out = _GeluMLP.apply(rows_of(x), *parameters, residual, keep_output)
-    return torch.ops.aten._unsafe_view(out, shape)  # of a view FSDP2 warns where a module returns it
+    return torch.ops.aten._unsafe_view(out, shape)  # FSDP2 warns of views that a module returns

@@ -1,20 +1,21 @@
-"""The matrix product of Hopper's kernels with work in their epilogue, in warp-specialised Gluon.
+"""A matrix product for Hopper with other work in its epilogue, in warp-specialised Gluon.
 
-C = A B for A (rows, depth) and B (depth, columns). The passes over memory of what is done to C are saved: it happens
-before C is written. So is its arithmetic, which runs while the tensor cores compute the next tile: two warpgroups
-multiply and leave each tile, rounded, in shared memory, where a third takes it from. That one, and what the kernel does
-besides, is its caller's.
+C = A B for A (rows, depth) and B (depth, columns). The epilogue works on C before C is written. This saves passes over
+memory, and the epilogue's arithmetic runs while the tensor cores compute the next tile. Two warpgroups multiply and
+leave each tile, rounded, in shared memory. A third warpgroup reads the tile from there. The caller provides this
+epilogue and its kernel.
 
-The product is CUTLASS's cooperative one: a program stays on each multiprocessor and walks over tiles; of M rows each
-multiplying warpgroup owns 64; A and B come through a ring in shared memory by TMA. A warp that does nothing but load
-would make four warpgroups, whose share of the registers is less than a wgmma of N = 256 columns needs, so the first of
-the multiplying warpgroups starts the loads.
+The product follows CUTLASS's cooperative kernel. One program stays on each multiprocessor and walks over the tiles.
+Each multiplying warpgroup owns 64 of the M rows. TMA loads A and B through a ring in shared memory. The first
+multiplying warpgroup starts the loads. A warp only for loads would make four warpgroups, and then each one's share of
+the registers would be less than a wgmma of N = 256 columns needs.
 
-An H200 multiplies at the limit of its power, and of what shared memory delivers. So an epilogue reads a tile once and
-uses neither for anything else: what it reads and writes besides goes between global memory and registers (by TMA, the
-gradient of GELU took 1.2 times as long).
+An H200 multiplies at its power limit and at the bandwidth of shared memory. So an epilogue should read a tile from
+shared memory only once and move all else between global memory and registers. With TMA instead, GELU's gradient took
+1.2 times as long.
 
-M rows and N columns of a tile, K depth of a step; accumulators are fp32.
+M rows and N columns of a tile, K depth of a step. Accumulators are fp32.
+a_slots [STAGES, M, K], b_slots [STAGES, N, K] (TRANSPOSED) or [STAGES, K, N], c_slots [2, ROWS, N].
 """
 
 from functools import cache
@@ -31,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.common.launching import descriptor, launch
+from kernels.common.launching import descriptor, launch_kernel
 from kernels.hopper.selection import TILE
 from kernels.hopper.warpgroups import barrier, multiprocessors, ring
 
@@ -40,38 +41,38 @@ M: gl.constexpr = gl.constexpr(TILE[0])
 N: gl.constexpr = gl.constexpr(TILE[1])
 K: gl.constexpr = gl.constexpr(64)
 STAGES: gl.constexpr = gl.constexpr(3)
-# Tiles of rows that are computed for all columns before the next ones are. Of 8, 13, 16, 32 and 64 on an H200 in
-# sustained load 8 was the fastest at depths of 2560, 8192 and 10240, and 1.5 % behind 16 at 3072; 32 takes 0.5 to 3.3 %
-# longer than 8.
+# Tiles are computed in groups of GROUP rows of tiles, all columns of a group before the next group. Measured on an H200
+# in sustained load with 8, 13, 16, 32 and 64: 8 was the fastest at depths of 2560, 8192 and 10240, and 1.5 % behind 16
+# at 3072; 32 took 0.5 to 3.3 % longer than 8.
 GROUP: gl.constexpr = gl.constexpr(8)
-CHUNK: gl.constexpr = gl.constexpr(8)  # rows that an epilogue has in registers at a time: those of a swizzle
-CHUNKS: gl.constexpr = gl.constexpr(ROWS.value // CHUNK.value)  # of what one of the multiplying warpgroups leaves
-LAYOUT: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))  # of a chunk in an epilogue
-REGISTERS = 168  # of a thread: as many for each of the three warpgroups
+CHUNK: gl.constexpr = gl.constexpr(8)  # rows that an epilogue holds in registers at a time, as many as a swizzle has
+CHUNKS: gl.constexpr = gl.constexpr(ROWS.value // CHUNK.value)  # of a multiplying warpgroup's rows
+CHUNK_LAYOUT: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))  # [CHUNK, N]
+REGISTERS = 168  # of a thread, the same for each of the three warpgroups
 
 
 @gluon.jit
 def count_tiles(rows, columns):
-    """How many tiles this program computes."""
+    """Return the number of tiles that this program computes."""
     return gl.cdiv(gl.cdiv(rows, M) * gl.cdiv(columns, N) - gl.program_id(0), gl.num_programs(0))
 
 
 @gluon.jit
 def tile_at(n, rows, columns):
-    """First row and column of this program's n-th tile. Those that run at a time share A and B in the L2 cache."""
+    """Return the first row and column of this program's n-th tile. Concurrent tiles share A and B in the L2 cache."""
     t = gl.program_id(0) + n * gl.num_programs(0)
     across = gl.cdiv(columns, N)
     first = t // (GROUP * across) * GROUP
-    height = gl.maximum(gl.minimum(gl.cdiv(rows, M) - first, GROUP), 1)  # also past the last tile, which is not loaded
+    height = gl.maximum(gl.minimum(gl.cdiv(rows, M) - first, GROUP), 1)  # at least 1: called past the last tile too
     t -= first * across
     return (first + t % height) * M, t // height * N
 
 
 @gluon.jit
 def _load(place, a, b, rings, shape, steps, TRANSPOSED: gl.constexpr):
-    """Starts the copies of a step into its slot, once that is empty, unless there are no more; returns the next place.
+    """Wait for the step's slot, start the copies into it if the step exists, and return the next step's place.
 
-    A place is the number of a step, of its tile, and where in A and B it is.
+    A place is (step, number of its tile, row of A, column of B, depth).
     """
     step, n, i, j, k = place
     rows, columns, depth = shape
@@ -93,22 +94,22 @@ def _load(place, a, b, rings, shape, steps, TRANSPOSED: gl.constexpr):
 
 
 @gluon.jit
-def multiplier(C: gl.constexpr, a, b, start, rings, results, shape, TRANSPOSED: gl.constexpr):
-    """Rows 64 C to 64 C + 64 of every tile of this program. The first one loads for both, STAGES - 1 steps ahead.
+def multiplier(half: gl.constexpr, a, b, start, rings, results, shape, TRANSPOSED: gl.constexpr):
+    """Compute rows 64 half to 64 half + 64 of every tile. Half 0 loads for both halves, STAGES - 1 steps ahead.
 
-    TRANSPOSED, `b` reads [N, K] of B^T; else [K, N] of B. start (rows,) fp32 is added to each row, or is None.
+    `b` reads [N, K] of B^T if TRANSPOSED, or else [K, N] of B. start (rows,) fp32 is added to each row, or is None.
     """
     rows, columns, depth = shape
     a_slots, b_slots, full, empty = rings
     c_slots, c_full, c_empty = results
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
-    o_m = C * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
-    zeros = gl.zeros([ROWS, N], gl.float32, LAYOUT)
+    ACC_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    o_m = half * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, ACC_LAYOUT))
+    zeros = gl.zeros([ROWS, N], gl.float32, ACC_LAYOUT)
     count = count_tiles(rows, columns)
     steps = count * gl.cdiv(depth, K)
     i, j = tile_at(0, rows, columns)
     place = (0, 0, i, j, 0)
-    if C == 0:
+    if half == 0:
         for _ in gl.static_range(STAGES - 1):
             place = _load(place, a, b, rings, shape, steps, TRANSPOSED)
     it = 0
@@ -123,33 +124,34 @@ def multiplier(C: gl.constexpr, a, b, start, rings, results, shape, TRANSPOSED: 
             mbarrier.wait(full.index(slot), it // STAGES & 1)
             b_s = b_slots.index(slot)
             if TRANSPOSED:
-                b_s = b_s.permute([1, 0])
-            a_s = a_slots.index(slot).slice(C * ROWS, ROWS)
-            acc = warpgroup_mma(a_s, b_s, acc, is_async=True)
+                b_s = b_s.permute([1, 0])  # [K, N]
+            a_s = a_slots.index(slot).slice(half * ROWS, ROWS)  # [ROWS, K]
+            acc = warpgroup_mma(a_s, b_s, acc, is_async=True)  # C += A B
             acc = warpgroup_mma_init(warpgroup_mma_wait(1, deps=(acc,)))
             mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), pred=k > 0)
-            if C == 0:
+            if half == 0:
                 place = _load(place, a, b, rings, shape, steps, TRANSPOSED)
             it += 1
         c = warpgroup_mma_wait(0, deps=(acc,)).to(c_slots.dtype)
         mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES))
-        mbarrier.wait(c_empty.index(C), (n + 1) & 1)
-        c_slots.index(C).store(c)
-        barrier()  # all warps have written
-        mbarrier.arrive(c_full.index(C))
+        # Hand C [ROWS, N] to the epilogue.
+        mbarrier.wait(c_empty.index(half), (n + 1) & 1)
+        c_slots.index(half).store(c)
+        barrier()  # until all warps have written
+        mbarrier.arrive(c_full.index(half))
 
 
 @gluon.jit
 def chunk_places(columns):
-    """Rows and columns of a chunk, counted from its first, and where they are in a matrix of so many columns."""
-    o_m = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT))
-    o_n = gl.arange(0, N, layout=gl.SliceLayout(0, LAYOUT))
+    """Return row and column numbers of a chunk, and its offsets [CHUNK, N] in a matrix with `columns` columns."""
+    o_m = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, CHUNK_LAYOUT))
+    o_n = gl.arange(0, N, layout=gl.SliceLayout(0, CHUNK_LAYOUT))
     return o_m, o_n, (o_m * columns)[:, None] + o_n[None, :]
 
 
 @gluon.jit
 def shared_memory(a, b):
-    """Rings of A and B with their barriers, and two slots for tiles of C with theirs."""
+    """Allocate the rings of A and B, two slots for halves of C, and the barriers of both."""
     a_slots = gl.allocate_shared_memory(a.dtype, [STAGES, M, K], a.layout)
     b_slots = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)  # noqa: RUF005
     C_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, N], a.dtype)
@@ -166,17 +168,17 @@ def _layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout
 
 
 def operands(a: Tensor, b: Tensor, transposed: bool) -> tuple:
-    """a and b as the kernel's TMA reads them; see multiplier."""
+    """Return TMA descriptors of a and b for `multiplier`."""
     blocks = [M.value, K.value], [N.value, K.value] if transposed else [K.value, N.value]
     return tuple(descriptor(x, block, _layout(*block, x.dtype)) for x, block in zip((a, b), blocks, strict=True))
 
 
 def launch_product(kernel, key: tuple, a: Tensor, tensors: tuple, scalars: tuple, constants: tuple) -> None:
-    """A program for each multiprocessor, or for each tile where those are fewer; scalars begin with C's shape.
+    """Launch one program per multiprocessor, or per tile if there are fewer. `scalars` begin with C's shape.
 
-    `key` is what besides the arguments' presence tells compilations apart; see launcher.launch.
+    `key` distinguishes compilations that a's dtype and device do not; see launch_kernel.
     """
     rows, columns = scalars[:2]
     programs = min(-(-rows // M.value) * -(-columns // N.value), multiprocessors(a.device))
     with torch.cuda.device_of(a):
-        launch(kernel, (a.dtype, a.device, *key), programs, tensors, scalars, constants, num_warps=4)
+        launch_kernel(kernel, (a.dtype, a.device, *key), programs, tensors, scalars, constants, num_warps=4)

@@ -1,4 +1,4 @@
-"""What Hopper's warp-specialised Gluon kernels share: barriers, a mask, how many programs run, what is compiled."""
+"""Functions that the warp-specialised Gluon kernels for Hopper share: barriers, a mask and host helpers."""
 
 from collections.abc import Iterable
 from functools import cache
@@ -10,12 +10,12 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.runtime.jit import mangle_type
 
-barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # Triton 3.6's name, then 3.7's; of one partition's warps
+barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # Triton 3.6, 3.7; waits for a partition
 
 
 @gluon.jit
 def ring(SLOTS: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Barriers of a ring of slots: full, and emptied by so many ARRIVALS."""
+    """Return the barriers of a ring of slots: `full`, and `empty`, which waits for ARRIVALS arrivals."""
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(SLOTS):
@@ -26,11 +26,11 @@ def ring(SLOTS: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def release(empty, EACH: gl.constexpr, pred=True):
-    """Arrives at a barrier that counts arrivals: one thread of a partition for all of them, or EACH for itself.
+    """Arrive at the barrier `empty`: once for a whole partition, or EACH thread by itself.
 
-    For the one all warps have to wait for each other before it arrives, and in Triton 3.6 and 3.7 afterwards too. EACH
-    uses the instruction by which a thread arrives once its copies to shared memory are done, of which it has none. What
-    the threads have stored there they must have fenced, for whoever waits to read it.
+    One arrival for all needs a wait for all warps before it, and in Triton 3.6 and 3.7 another one after it. EACH uses
+    the instruction that arrives when the thread's asynchronous copies are done; the thread has none, so it arrives at
+    once. Threads must fence their stores to shared memory first if the waiting side reads them.
     """
     if EACH:
         if pred:
@@ -42,14 +42,14 @@ def release(empty, EACH: gl.constexpr, pred=True):
 
 @gluon.jit
 def hide(x, bound, AFTER: gl.constexpr):
-    """x, a product's result [rows, columns], with -inf AFTER each row's column `bound`, or before it.
+    """Return x [ROWS, COLUMNS], a product's result, with -inf after (AFTER) or before each row's column `bound`.
 
-    Column 8 a + 2 b + c is held by the b-th of the four threads of its row: a thread compares constants with a number
-    of its own, 2 b less. With the columns' numbers it would hold a register for each, wherever it hides or not.
+    Column 8 a + 2 b + c of a row belongs to thread b of the row's four threads. So each thread compares constants with
+    bound - 2 b. Comparing column numbers instead would keep one register per column alive.
     """
     ROWS: gl.constexpr = x.shape[0]
     COLUMNS: gl.constexpr = x.shape[1]
-    parts = x.reshape([ROWS, COLUMNS // 8, 4, 2])
+    parts = x.reshape([ROWS, COLUMNS // 8, 4, 2])  # [row, a, b, c]
     LAYOUT: gl.constexpr = parts.type.layout
     o_a = gl.arange(0, COLUMNS // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))
     o_b = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT))))
@@ -68,14 +68,14 @@ def hide(x, bound, AFTER: gl.constexpr):
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """Of a GPU."""
+    """Return the number of multiprocessors of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def signature_of(kernel, arguments: Iterable) -> tuple[dict, dict]:
-    """Types of a kernel's parameters by name, and its constants by place, to compile it ahead of time.
+    """Return the types of a kernel's parameters by name and its constants by position, to compile it ahead of time.
 
-    For such arguments: tensors, their descriptors, numbers, and None, which is a constant.
+    The arguments are tensors, TMA descriptors, numbers, and None, which is a constant.
     """
     signature, constants = {}, {}
     for i, (parameter, argument) in enumerate(zip(kernel.params, arguments, strict=True)):

@@ -1,4 +1,4 @@
-"""LayerNorm of a residual stream that goes on beside it: operators, kernel, definition."""
+"""LayerNorm of a residual stream whose gradient is added in the same kernel."""
 
 from kernels.layer_norm.op import normalise
 

@@ -1,7 +1,7 @@
-"""LayerNorm (Ba et al., 2016) of a residual stream that goes on beside it, as PyTorch operators.
+"""LayerNorm (Ba et al., 2016) of a residual stream, as PyTorch operators.
 
-In the backward pass a kernel takes in the gradient of the stream, adds LayerNorm's, and sums those of weight and biases
-over tokens on the way. The compiler's own kernels read rows of more than 1024 columns twice, and need several for the
+The backward kernel reads the stream's gradient, adds LayerNorm's gradient, and sums the gradients of weight and biases
+over the tokens. torch.compile's own kernels read rows of more than 1024 columns twice and need several kernels for the
 sums.
 """
 
@@ -38,7 +38,7 @@ class _Normalise(torch.autograd.Function):
         out, mean, rstd = torch.ops.layer_norm.forward(rows, weight, bias, eps)
         ctx.save_for_backward(rows, weight, mean, rstd)
         ctx.dtypes = bias.dtype, added_bias.dtype if ctx.needs_input_grad[4] else None
-        # FSDP2 warns of views where a module returns them. Of this one nobody holds the base.
+        # FSDP2 warns of views that a module returns. Nothing else uses the base of this one.
         return x.view_as(x), torch.ops.aten._unsafe_view(out, x.shape)
 
     @staticmethod
@@ -54,18 +54,18 @@ class _Normalise(torch.autograd.Function):
 def normalise(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float, added_bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """x, to be used in its place from then on, and its layer_norm, both (..., C) in x's dtype.
+    """Return x and its LayerNorm, both (..., C) in x's dtype. Use the returned x instead of x from then on.
 
-    The first is there for its gradient, to which LayerNorm's is added in one kernel. x (..., C), weight and bias (C,),
-    in floating dtypes; computed in fp32, or fp64 for such x, autocast or not.
+    One kernel then computes LayerNorm's gradient and adds it to that of the returned x. x (..., C), weight (C,) and
+    bias (C,) have floating dtypes. The computation is in fp32, or fp64 for fp64 x, whether or not autocast is on.
 
-    added_bias, (C,), is one that is in x already and has no gradient of there (kernels.linear): it gets the sum of x's
-    gradient over the rows from here, in fp32 before that is rounded, which saves reading it.
+    added_bias (C,) is a bias that x already contains and that got no gradient there (kernels.linear). Its gradient is
+    the sum of x's gradient over the rows. The kernel sums it in fp32, which saves a pass over x's gradient.
 
     Raises:
         ValueError: added_bias is not (C,).
     """
     if added_bias is not None and added_bias.shape != x.shape[-1:]:
-        raise ValueError(f"an added_bias of shape {tuple(added_bias.shape)} is none of {x.shape[-1]} columns")
+        raise ValueError(f"added_bias of x (..., {x.shape[-1]}) is ({x.shape[-1]},), not {tuple(added_bias.shape)}")
     with torch.autocast(x.device.type, enabled=False):
         return _Normalise.apply(x, weight.contiguous(), bias.contiguous(), eps, added_bias)

@@ -1,8 +1,10 @@
-"""LayerNorm of a residual stream and its gradient in Triton, by the bandwidth of HBM: each row is read once.
+"""LayerNorm of a residual stream and its gradient in Triton, at the bandwidth of HBM: each row is read once.
 
-A program takes every P-th tile of M rows, of P programs. Backward it holds what its rows sum to by column, and the
-programs' sums are added in a fixed order afterwards. So that few of them keep HBM busy, they load two tiles ahead of
-the one at hand, where shared memory holds these. Forward, short rows have a program for each tile.
+Program p of P takes tiles p, p + P, p + 2 P, ..., each of M rows. In the backward pass it accumulates sums over its
+rows, and the programs' sums are added in a fixed order afterwards. A few programs can keep HBM busy if they load two
+tiles ahead. They do so if three tiles fit into shared memory. In the forward pass short rows have one program per tile.
+
+M rows and N columns of a tile, N a power of two of at least `columns`. All matrices are (rows, columns) and dense.
 """
 
 from functools import cache
@@ -12,18 +14,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.launching import launch
+from kernels.common.launching import launch_kernel
 from kernels.common.rounding import to
 from kernels.layer_norm import definition
 
-WIDEST = 8192  # columns that a program has registers for
-ELEMENTS, PER_THREAD = 4096, 32  # of a tile, which has one row at least, and of a thread; forward twice as many
-# Rows of a tile forward, at least, where they are SHORT, and programs where they are not; in either case several rows
-# share the weight and the bias that a program reads. On an H200 in 16 bits, among the fastest of some hundred choices
-# at widths of 768, 1024, 2048 and 2560: the time in which as much is copied and 9, 2, 2 and 14 %.
+WIDEST = 8192  # columns that fit into a program's registers
+ELEMENTS = 4096  # of a tile, which has at least one row
+PER_THREAD = 32  # elements of a thread; the forward pass has twice as many
+# Forward: rows up to SHORT columns have tiles of at least FORWARD_ROWS rows, longer ones FORWARD_PROGRAMS programs. In
+# either case several rows share a program's loads of weight and bias. On an H200 in 16 bits these are among the fastest
+# of about a hundred choices. At widths of 768, 1024, 2048 and 2560 they take 9, 2, 2 and 14 % more than a copy.
 FORWARD_ROWS, FORWARD_PROGRAMS, SHORT = 4, 4 * 132, 2048
-# Programs backward. On an H200, at widths of 768, 2048 and 2560 in 16 bits, the fastest of some thirty choices each:
-# within 2 % of the time in which as much is copied.
+# Backward: the number of programs. On an H200 in 16 bits, the fastest of about thirty choices at widths of 768, 2048
+# and 2560: within 2 % of the time of a copy of the same size.
 PROGRAMS = 2 * 132
 STAGES, LARGEST_STAGE = 3, 3 * 8192  # bytes of three tiles, two of which fit into the shared memory of any GPU
 
@@ -33,10 +36,7 @@ def layer_norm_kernel(
     x, weight, bias, out, mean, rstd, rows, columns, eps,
     M: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """LayerNorm of x, and its mean and rstd, which are fp32, by M rows.
-
-    x and out are (rows, columns), dense; N is a power of two of at least `columns`.
-    """
+    """Compute LayerNorm of x, and mean and rstd (rows,) in fp32, M rows at a time."""
     o_n = tl.arange(0, N)
     inside = (o_n < columns)[None, :]
     b_weight = tl.load(weight + o_n, mask=o_n < columns, other=0.0).to(tl.float32)[None, :]
@@ -44,8 +44,9 @@ def layer_norm_kernel(
     for start in tl.range(tl.program_id(0) * M, rows, tl.num_programs(0) * M, num_stages=STAGES):
         o_m = start + tl.arange(0, M)
         mask = (o_m < rows)[:, None] & inside
-        o_x = o_m.to(tl.int64)[:, None] * columns + o_n[None, :]
+        o_x = o_m.to(tl.int64)[:, None] * columns + o_n[None, :]  # [M, N]
         b_x = tl.load(x + o_x, mask=mask, other=0.0).to(tl.float32)
+        # out = (x - mean) rstd weight + bias [M, N]
         b_mean = tl.sum(b_x, 1) / columns
         centred = tl.where(inside, b_x - b_mean[:, None], 0.0)
         b_rstd = 1 / tl.sqrt(tl.sum(centred * centred, 1) / columns + eps)
@@ -60,10 +61,9 @@ def layer_norm_gradient_kernel(
     dout, dstream, x, weight, mean, rstd, dx, sums, rows, columns,
     M: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr, WITH_SUM: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """dx for tiles of M rows; the gradients by weight and bias and, WITH_SUM, the sum of these rows.
+    """Compute dx, M rows at a time, and the program's rows of sums (P, 2 or 3, columns) fp32.
 
-    They are a program's two or three rows of `sums` (2 P or 3 P, C) fp32. dout, dstream, x and dx are (rows, columns),
-    dense; N is a power of two of at least `columns`.
+    These rows are the gradients by weight and bias and, WITH_SUM, the sum of dx over the rows.
     """
     o_n = tl.arange(0, N)
     inside = o_n < columns
@@ -73,13 +73,14 @@ def layer_norm_gradient_kernel(
     for start in tl.range(tl.program_id(0) * M, rows, tl.num_programs(0) * M, num_stages=STAGES):
         o_m = start + tl.arange(0, M)
         mask = (o_m < rows)[:, None] & inside[None, :]
-        o_x = o_m.to(tl.int64)[:, None] * columns + o_n[None, :]
+        o_x = o_m.to(tl.int64)[:, None] * columns + o_n[None, :]  # [M, N]
         b_dout = tl.load(dout + o_x, mask=mask, other=0.0).to(tl.float32)
         b_x = tl.load(x + o_x, mask=mask, other=0.0).to(tl.float32)
         b_dstream = tl.load(dstream + o_x, mask=mask, other=0.0).to(tl.float32)
         b_rstd = tl.load(rstd + o_m, mask=o_m < rows, other=0.0)[:, None]
         normalised = (b_x - tl.load(mean + o_m, mask=o_m < rows, other=0.0)[:, None]) * b_rstd
-        slope = b_dout * b_weight[None, :]  # zero past the last column, where `normalised` is not
+        slope = b_dout * b_weight[None, :]  # zero past the last column, unlike `normalised`
+        # dx = dstream + rstd (slope - mean(slope) - normalised mean(slope normalised))
         along = tl.sum(slope * normalised, 1)[:, None] / columns
         b_dx = b_dstream + b_rstd * (slope - tl.sum(slope, 1)[:, None] / columns - normalised * along)
         tl.store(dx + o_x, to(b_dx, dx.dtype.element_ty, UPCAST), mask=mask)
@@ -95,7 +96,7 @@ def layer_norm_gradient_kernel(
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Same contract as definition.forward, which computes rows wider than WIDEST and fp64."""
+    """Same contract as definition.forward, which is called for fp64 and for rows wider than WIDEST."""
     rows, columns = x.shape
     if columns > WIDEST or x.dtype == torch.float64:
         return definition.forward(x, weight, bias, eps)
@@ -106,31 +107,31 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor
     tensors, key = (x, weight, bias, out, mean, rstd), (x.dtype, weight.dtype, bias.dtype, x.device)
     constants = m, n, ahead, x.device.type == "cpu"
     with torch.cuda.device_of(x):
-        launch(layer_norm_kernel, key, programs, tensors, (rows, columns, eps), constants, num_warps=warps)
+        launch_kernel(layer_norm_kernel, key, programs, tensors, (rows, columns, eps), constants, num_warps=warps)
     return out, mean, rstd
 
 
 def backward(
     dout: Tensor, dstream: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, with_sum: bool
 ) -> tuple[Tensor, Tensor]:
-    """Same contract as definition.backward, which computes rows wider than WIDEST and fp64."""
+    """Same contract as definition.backward, which is called for fp64 and for rows wider than WIDEST."""
     rows, columns = x.shape
     if columns > WIDEST or x.dtype == torch.float64:
         return definition.backward(dout, dstream, x, weight, mean, rstd, with_sum)
-    m, n, warps = tile(columns)
+    m, n, warps = backward_tile(columns)
     programs = min(-(-rows // m), PROGRAMS)
     dx, sums = torch.empty_like(x), torch.empty((programs, 3 if with_sum else 2, columns), device=x.device)
     tensors = dout, dstream, x, weight, mean, rstd, dx, sums
     key = x.dtype, weight.dtype, x.device
     constants = m, n, stages(m * n, x.dtype), with_sum, x.device.type == "cpu"
     with torch.cuda.device_of(x):
-        launch(layer_norm_gradient_kernel, key, programs, tensors, (rows, columns), constants, num_warps=warps)
+        launch_kernel(layer_norm_gradient_kernel, key, programs, tensors, (rows, columns), constants, num_warps=warps)
     return dx, sums.sum(0)
 
 
 @cache
-def tile(columns: int) -> tuple[int, int, int]:
-    """M and N of layer_norm_gradient_kernel, and its warps."""
+def backward_tile(columns: int) -> tuple[int, int, int]:
+    """Return M, N and the warps of layer_norm_gradient_kernel."""
     n = triton.next_power_of_2(columns)
     m = max(ELEMENTS // n, 1)
     return m, n, max(m * n // (32 * PER_THREAD), 1)
@@ -138,12 +139,12 @@ def tile(columns: int) -> tuple[int, int, int]:
 
 @cache
 def forward_tile(columns: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """M and N of layer_norm_kernel, its warps and STAGES."""
+    """Return M, N, the warps and STAGES of layer_norm_kernel."""
     n = triton.next_power_of_2(columns)
     m = max(ELEMENTS // n, FORWARD_ROWS if columns <= SHORT else 1)
     return m, n, max(m * n // (32 * 2 * PER_THREAD), 1), 1 if columns <= SHORT else stages(m * n, dtype)
 
 
 def stages(elements: int, dtype: torch.dtype) -> int:
-    """STAGES of a kernel whose programs take several tiles, of so many elements."""
+    """Return STAGES of a kernel whose programs take several tiles of `elements` elements."""
     return STAGES if 3 * elements * dtype.itemsize <= LARGEST_STAGE else 1

@@ -1,4 +1,4 @@
-"""A linear layer that adds its result to a residual stream: operators, Hopper's kernel, definition."""
+"""A linear layer that adds its result to a residual stream."""
 
 from kernels.linear.op import linear, weight_gradient
 

@@ -1,15 +1,19 @@
-"""A linear layer with what is added to its product, in plain PyTorch: what the kernel computes, and what else runs."""
+"""A linear layer with bias and residual in plain PyTorch: the definition of the kernel, and the path of other devices.
+
+N tokens, D inputs, C outputs.
+"""
 
 import torch.nn.functional as F
 from torch import Tensor
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None) -> Tensor:
-    """x weight^T + bias + residual, (N, C) in x's dtype.
+    """Return x weight^T + bias + residual, (N, C) in x's dtype.
 
-    x (N, D), weight (C, D), residual (N, C) or None, in one dtype; bias (C,) in any. The layer's result is rounded to
-    it, and then the sum with the residual. Not all at once: many sums of two numbers in 16 bits lie halfway between two
-    others, and a bias too small to be seen would break all these ties its way: by a hundred times itself and more.
+    x (N, D), weight (C, D) and residual (N, C) or None share a dtype; bias (C,) may have another one.
     """
+    # Round twice: the layer's result, then its sum with the residual. Sums of two 16-bit numbers often lie exactly
+    # halfway between two others. If the bias were added in the same rounding, a tiny one would decide every tie, which
+    # changes the result by more than a hundred times the bias.
     out = F.linear(x, weight, bias.to(x.dtype))
     return out if residual is None else out.add_(residual)

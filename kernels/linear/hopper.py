@@ -1,7 +1,9 @@
-"""Matrix products on Hopper that add a bias and a residual stream in their epilogue; see kernels/hopper/product.py.
+"""A matrix product on Hopper that adds a bias and a residual in its epilogue; see kernels/hopper/product.py.
 
-The stream is read while a product is computed, and its sum is written where the product would be: the LayerNorm that
-follows finds it there, instead of reading both and writing it.
+The residual is read while a product is computed, and the sum takes the place of the product. So the LayerNorm that
+follows reads one tensor, instead of reading two and writing their sum.
+
+M rows and N columns of a tile, K depth of a step.
 """
 
 from itertools import chain
@@ -14,8 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from kernels.hopper.product import (
     CHUNK,
+    CHUNK_LAYOUT,
     CHUNKS,
-    LAYOUT,
     REGISTERS,
     M,
     N,
@@ -31,32 +33,32 @@ from kernels.hopper.warpgroups import barrier, signature_of
 
 
 @gluon.jit
-def _sum_of(results, bias, residual, out, rows, columns):
-    """Writes C + bias + residual, CHUNK rows of a tile at a time; see definition.py. The residual is read two chunks
-    ahead."""
+def _add_bias_and_residual(results, bias, residual, out, rows, columns):
+    """Write out = C + bias + residual, CHUNK rows of a tile at a time. The residual is read two chunks ahead."""
     c_slots, c_full, c_empty = results
     o_m, o_n, offsets = chunk_places(columns)
     step = CHUNK * columns
     for n in range(count_tiles(rows, columns)):
         i, j = tile_at(n, rows, columns)
         first, left = i.to(gl.int64) * columns + j, rows - i
-        b_bias = gl.load(bias + j + o_n).to(c_slots.dtype)[None, :]
+        b_bias = gl.load(bias + j + o_n).to(c_slots.dtype)[None, :]  # [1, N]
         if residual is not None:
             soon = gl.load(residual + first + offsets, mask=(o_m < left)[:, None], other=0.0)
             later = gl.load(residual + (first + step) + offsets, mask=(o_m < left - CHUNK)[:, None], other=0.0)
-        for C in gl.static_range(2):
-            mbarrier.wait(c_full.index(C), n & 1)
+        for half in gl.static_range(2):
+            mbarrier.wait(c_full.index(half), n & 1)
             for chunk in gl.static_range(CHUNKS):
-                total = c_slots.index(C).slice(chunk * CHUNK, CHUNK).load(LAYOUT) + b_bias
+                # out = C + bias + residual in the epilogue
+                total = c_slots.index(half).slice(chunk * CHUNK, CHUNK).load(CHUNK_LAYOUT) + b_bias  # [CHUNK, N]
                 if residual is not None:
                     total += soon
                     soon = later
-                    if C * CHUNKS + chunk + 2 < 2 * CHUNKS:
+                    if half * CHUNKS + chunk + 2 < 2 * CHUNKS:
                         mask = (o_m < left - 2 * CHUNK)[:, None]
                         later = gl.load(residual + (first + 2 * step) + offsets, mask=mask, other=0.0)
                 if chunk == CHUNKS - 1:
-                    barrier()  # all warps have read
-                    mbarrier.arrive(c_empty.index(C))
+                    barrier()  # until all warps have read
+                    mbarrier.arrive(c_empty.index(half))
                 gl.store(out + first + offsets, total, mask=(o_m < left)[:, None])
                 first += step
                 left -= CHUNK
@@ -64,10 +66,10 @@ def _sum_of(results, bias, residual, out, rows, columns):
 
 @gluon.jit(do_not_specialize=["rows"])
 def linear_sum_kernel(a, b, bias, residual, out, rows, columns, depth, REGISTERS: gl.constexpr):
-    """out = A B + bias + residual, or without a residual that is None; each sum is rounded.
+    """Compute out = A B + bias + residual; residual may be None. Each sum is rounded.
 
     a reads [M, K] of A, b [N, K] of B^T; bias (columns,); residual and out are (rows, columns), contiguous, columns a
-    multiple of N. Grid: any number of programs up to that of the tiles.
+    multiple of N. Grid: at most one program per tile.
     """
     rings, results = shared_memory(a, b)
     shape = (rows, columns, depth)
@@ -75,7 +77,7 @@ def linear_sum_kernel(a, b, bias, residual, out, rows, columns, depth, REGISTERS
         [
             (multiplier, (0, a, b, None, rings, results, shape, True)),
             (multiplier, (1, a, b, None, rings, results, shape, True)),
-            (_sum_of, (results, bias, residual, out, rows, columns)),
+            (_add_bias_and_residual, (results, bias, residual, out, rows, columns)),
         ],
         [4, 4],
         [REGISTERS, REGISTERS],
@@ -83,19 +85,19 @@ def linear_sum_kernel(a, b, bias, residual, out, rows, columns, depth, REGISTERS
 
 
 def _arguments(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, out: Tensor) -> tuple:
-    """Tensors, scalars and constants of linear_sum_kernel."""
+    """Return the tensors, scalars and constants of linear_sum_kernel."""
     return (*operands(x, weight, transposed=True), bias, residual, out), (*out.shape, x.shape[1]), (REGISTERS,)
 
 
 def compilation(dtype: torch.dtype, with_residual: bool) -> tuple[dict, dict, dict]:
-    """Signature, constants and options of linear_sum_kernel, to compile it ahead of time."""
+    """Return signature, constants and options of linear_sum_kernel, to compile it ahead of time."""
     x = torch.empty((M.value, N.value), dtype=dtype)
     arguments = chain(*_arguments(x, x, torch.empty(1), x if with_residual else None, x))
     return *signature_of(linear_sum_kernel, arguments), {"num_warps": 4}
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None) -> Tensor:
-    """Same contract as definition.forward, where launch.py takes it."""
+    """Same contract as launch.forward, for inputs that selection.fuses_whole_tiles accepts."""
     out = torch.empty((len(x), len(weight)), dtype=x.dtype, device=x.device)
     key = bias.dtype, residual is None
     launch_product(linear_sum_kernel, key, x, *_arguments(x, weight, bias, residual, out))

@@ -1,8 +1,10 @@
-"""A linear layer that adds its result to a residual stream, on PyTorch operators: GPU kernels, the definition on CPU.
+"""A linear layer with a residual as PyTorch operators.
 
-Its weight gets its gradient in its own precision, whatever that of the products. Tensor cores sum products of 16 bits
-in fp32. Under autocast the gradient of an fp32 weight is rounded to 16 bits all the same, written, and read again by a
-kernel that only widens it. Here cuBLAS writes the sums as they are.
+The weight's gradient is computed in the weight's own dtype. Tensor cores sum products of 16-bit numbers in fp32. Under
+autocast, torch still rounds the gradient of an fp32 weight to 16 bits, and another kernel widens it again. Here cuBLAS
+writes the fp32 sums directly.
+
+N tokens, D inputs, C outputs.
 """
 
 import torch
@@ -40,15 +42,15 @@ def _(dout, x, dtype):
 
 
 def weight_gradient(dout: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """dout^T x, (C, D) in `dtype`, of dout (N, C) and x (N, D) in one dtype; not rounded from 16 bits to fp32.
+    """Return dout^T x, (C, D) in `dtype`, for dout (N, C) and x (N, D) of one dtype, without a rounding in between.
 
-    An operator, since torch 2.9's compiler does not know the product whose result is wider than its operands.
+    This is an operator because torch 2.9's compiler does not know products with a result wider than their operands.
     """
     return torch.ops.linear.weight_gradient(dout, x, dtype)
 
 
 def bias_gradient(dout: Tensor, dtype: torch.dtype) -> Tensor:
-    """dout (N, C) summed over its rows, in fp32 or more, and then in `dtype`."""
+    """Return the sum of dout (N, C) over its rows, (C,), computed in fp32 or more and rounded to `dtype`."""
     return dout.sum(0, dtype=torch.promote_types(dout.dtype, torch.float32)).to(dtype)
 
 
@@ -73,11 +75,11 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None = None) -> Tensor:
-    """x weight^T + bias + residual in x's dtype, autocast or not; x (..., D), weight (C, D), bias (C,), residual
-    (..., C), in floating dtypes.
+    """Return x weight^T + bias + residual, (..., C) in x's dtype, whether or not autocast is on.
 
-    The gradients of weight and bias come in their own dtypes, not rounded to 16 bits on the way to fp32. That of bias
-    takes a pass over the result's: where the LayerNorm that follows can sum it (kernels.layer_norm), give it detached.
+    x (..., D), weight (C, D), bias (C,) and residual (..., C) have floating dtypes. The gradients of weight and bias
+    have their parameters' dtypes and are never rounded to 16 bits on the way to fp32. The gradient of the bias reads
+    all of the output's gradient. If the LayerNorm that follows computes it instead (kernels.layer_norm), detach bias.
 
     Raises:
         ValueError: the shapes do not fit each other.
@@ -93,4 +95,4 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None = No
     residual = None if residual is None else rows_of(residual.to(x.dtype))
     with torch.autocast(x.device.type, enabled=False):
         out = _Linear.apply(rows_of(x), weight, bias.contiguous(), residual)
-    return torch.ops.aten._unsafe_view(out, shape)  # of a view FSDP2 warns where a module returns it
+    return torch.ops.aten._unsafe_view(out, shape)  # FSDP2 warns of views that a module returns

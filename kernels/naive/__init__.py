@@ -1,1 +1,1 @@
-"""Standard attention, with every N x N matrix in memory."""
+"""Standard attention, with every N x N matrix in memory: its own definition, and the reference of all tests."""

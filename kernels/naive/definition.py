@@ -1,8 +1,8 @@
-"""Standard attention: Algorithm 0 of FlashAttention (Dao et al., 2022) and its backward pass, Algorithm 3 there.
+"""Standard attention: Algorithm 0 of FlashAttention (Dao et al., 2022), and its backward pass, Algorithm 3.
 
-Every N x N matrix is written out in memory: this is what fused attention is measured against, and in fp64 the reference
-all kernels are tested with. 16-bit inputs are multiplied as they are and accumulated in fp32; S and dP stay fp32, since
-rounding them to 16 bits alone makes the error 2 to 3.5 times that of torch's own math attention.
+Every N x N matrix goes to memory. This is the baseline of the fused variants and, in fp64, the reference of their
+tests. 16-bit inputs are multiplied as they are and accumulated in fp32. S and dP stay in fp32. Rounding them to 16 bits
+makes the error 2 to 3.5 times the error of torch's math attention.
 
 B batch, T query length, S key length, H query heads, G key/value heads, D head size.
 """
@@ -15,13 +15,14 @@ from kernels.common.checks import check_documents
 
 
 def visible(seq_q: int, seq_k: int, device: torch.device) -> Tensor:
-    """(T, S) boolean causal mask aligned at the bottom right: query i sees keys j <= i + S - T."""
+    """Return the causal mask (T, S), boolean, aligned at the bottom right: query i sees keys j <= i + S - T."""
     return torch.ones(seq_q, seq_k, dtype=torch.bool, device=device).tril(seq_k - seq_q)
 
 
 def same_document(q: Tensor, k: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """(B, T, T) boolean: whether two tokens are of one document, by the cumulative lengths of documents that cut the
-    batch's sequences laid end to end; of q (B, T, H, D) and as many keys.
+    """Return (B, T, T) boolean, True for two tokens of the same document, for q and k of one length.
+
+    cu_seqlens (n + 1,) holds cumulative document lengths over all sequences laid end to end.
 
     Raises:
         ValueError: as check_documents.
@@ -34,7 +35,7 @@ def same_document(q: Tensor, k: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a @ b of (B, H, rows, columns) matrices with the result in `dtype`; 16-bit operands accumulate in fp32."""
+    """Return a @ b for (B, H, rows, columns) matrices, in `dtype`; 16-bit operands accumulate in fp32."""
     if a.dtype == dtype:
         return a @ b
     if not a.is_cuda:
@@ -43,10 +44,9 @@ def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _StandardAttention(torch.autograd.Function):
-    """On q (B, G, R, D), the R = H / G * T queries of a group stacked, and k and v (B, G, S, D).
+    """Attention of q (B, G, R, D), which stacks the R = H / G * T queries of a group, to k and v (B, G, S, D).
 
-    `seen` (R, S) or (B, 1, R, S) is the mask; `keep` (B, G, R, S) what dropout leaves, multiplied by `keep_scale`; both
-    may be None.
+    The mask `seen` is (R, S) or (B, 1, R, S), and dropout's mask `keep` (B, G, R, S). Both are boolean and may be None.
     """
 
     @staticmethod
@@ -57,7 +57,7 @@ class _StandardAttention(torch.autograd.Function):
             S = S.masked_fill(~seen, float("-inf"))
         P = S.softmax(dim=-1).to(q.dtype)
         if seen is not None and q.shape[2] > k.shape[2]:
-            P = P.masked_fill(~seen, 0)  # a query without a key is 0/0 in the softmax
+            P = P.masked_fill(~seen, 0)  # the softmax of a query without keys is 0/0
         ctx.save_for_backward(q, k, v, P, keep)
         ctx.scales = scale, keep_scale
         kept = P if keep is None else P * keep
@@ -89,15 +89,15 @@ def standard_attention(
     keep: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """softmax(Q K^T scale) V, with S and P materialised, forward and backward.
+    """Return softmax(Q K^T scale) V, with S and P in memory in both passes.
 
     q is (B, T, H, D), k and v are (B, S, G, D) with H a multiple of G, any floating dtype; the output is (B, T, H, D)
     in q's dtype. A query that sees no key gives zeros. Dropout draws from torch's generator, unless the boolean `keep`
-    (B, H, T, S) says which probabilities survive, so that the random bits of a kernel can be checked. With cu_seqlens
-    each document attends to itself alone, as in flash2. Autocast changes nothing.
+    (B, H, T, S) names the probabilities that survive (tests use this to check a kernel's mask). With cu_seqlens each
+    document attends only to itself, as in flash2. Autocast has no effect.
 
     Raises:
-        ValueError: dropout_p is not in [0, 1), or cu_seqlens goes with fewer or more keys than queries.
+        ValueError: dropout_p is not in [0, 1), or q and k differ in length although cu_seqlens is given.
     """
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be in [0, 1), not {dropout_p}")

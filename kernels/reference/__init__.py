@@ -1,1 +1,1 @@
-"""The algorithms of the papers, line by line, to be read: python -m kernels.reference walks through a small example."""
+"""The papers' algorithms, line by line. `python -m kernels.reference` walks through a small example."""

@@ -1,4 +1,4 @@
-"""Walks through attention on a 4 x 2 example, tile by tile: python -m kernels.reference."""
+"""Walk through attention on a 4 x 2 example, tile by tile: python -m kernels.reference."""
 
 import torch
 from rich.console import Console
@@ -14,17 +14,17 @@ TILE = 2
 console = Console(highlight=False, width=120)
 
 
-def rows_of(x: Tensor) -> list[str]:
-    """A matrix, or a vector as a column, in lines of aligned numbers."""
+def lines_of(x: Tensor) -> list[str]:
+    """Format a matrix, or a vector as a column, as lines of aligned numbers."""
     x = x.reshape(len(x), -1) if x.ndim else x.reshape(1, 1)
     return ["  ".join(f"{value:8.4f}" for value in row) for row in x.tolist()]
 
 
 def side_by_side(**matrices: Tensor) -> str:
-    """Matrices under their names, one beside the other."""
+    """Format matrices next to each other, each below its name."""
     columns = []
     for name, matrix in matrices.items():
-        rows = rows_of(matrix)
+        rows = lines_of(matrix)
         columns.append([f"{name:^{len(rows[0])}}", *rows])
     height = max(map(len, columns))
     padded = [column + [" " * len(column[0])] * (height - len(column)) for column in columns]
@@ -32,7 +32,7 @@ def side_by_side(**matrices: Tensor) -> str:
 
 
 def show(**state) -> None:
-    """The state after a tile."""
+    """Print the state after a tile."""
     tile = ", ".join(f"{name} = {state.pop(name) + 1}" for name in ("i", "j") if name in state)
     if tile:
         console.print(f"  [bold]{tile}[/bold]")
@@ -40,26 +40,27 @@ def show(**state) -> None:
 
 
 def check(name: str, found: Tensor, expected: Tensor) -> None:
-    """Prints whether a result is Algorithm 0's, and ends the program where it is not."""
+    """Print the distance of a result from Algorithm 0's, and exit if they differ."""
     distance = (found - expected).abs().max().item()
-    console.print(f"  {name} is that of Algorithm 0 to {distance:.1e}\n")
+    console.print(f"  {name} matches Algorithm 0 to {distance:.1e}\n")
     if not distance < 1e-12:
         raise SystemExit(f"{name} differs from Algorithm 0's by {distance}")
 
 
+def title(text: str, explanation: str) -> None:
+    """Print a heading and the explanation below it."""
+    console.rule(f"[bold]{text}")
+    console.print(f"{explanation}\n")
+
+
 def walk() -> None:
-    """The whole page."""
-
-    def title(text: str, told: str) -> None:
-        console.rule(f"[bold]{text}")
-        console.print(f"{told}\n")
-
+    """Print all algorithms with their intermediate states, and check their results."""
     title("The example", "Four tokens, head size 2, tiles of 2 rows (B_r = B_c = 2); no scale and no mask.")
     console.print(side_by_side(Q=Q, K=K, V=V, dO=dO) + "\n")
 
     title(
         "Standard attention: FlashAttention, Algorithm 0",
-        "All of S = QK^T and P = softmax(S) go to memory, N x N numbers each.",
+        "S = QK^T and P = softmax(S) go to memory, N x N numbers each.",
     )
     inputs = [x.clone().requires_grad_() for x in (Q, K, V)]
     expected = algorithms.standard_attention(*inputs)
@@ -68,21 +69,21 @@ def walk() -> None:
 
     title(
         "Online softmax: Milakov and Gimelshein, Algorithm 3",
-        "The first row of S, a number at a time: when the maximum m rises, the sum l so far shrinks by exp(m_old - m).",
+        "The first row of S, one number at a time. When the maximum m rises, the sum l shrinks by exp(m_old - m).",
     )
     first = Q[0] @ K.T
     check("The softmax of the row", algorithms.online_softmax(first, show), first.softmax(0))
 
     title(
         "FlashAttention, Algorithm 1",
-        "Tiles of K and V (j) outside, of Q (i) inside: m, l and O of a tile go to memory and come back for every j.\n"
-        "O is normalised after each tile: with the keys seen so far it is already attention.",
+        "Outer loop over tiles of K and V (j), inner loop over tiles of Q (i). m, l and O go to memory each time.\n"
+        "O is normalised after each tile: it is already attention to the keys seen so far.",
     )
     check("O", algorithms.flash_attention(Q, K, V, TILE, TILE, show), expected)
 
     title(
         "FlashAttention-2, Algorithm 1",
-        "Tiles of Q (i) outside: O stays on chip, not normalised until its last j, and is written once.",
+        "Outer loop over tiles of Q (i). O stays on chip, is normalised after the last j, and is written once.",
     )
     O, L = algorithms.flash_attention_2(Q, K, V, TILE, TILE, show)
     check("O", O, expected)
@@ -90,7 +91,7 @@ def walk() -> None:
 
     title(
         "FlashAttention-2, Algorithm 2: the backward pass",
-        "Tiles of K and V (j) outside. P = exp(S - L) is computed again; dS = P o (dP - D) with D = rowsum(dO o O).",
+        "Outer loop over tiles of K and V (j). P = exp(S - L) is recomputed. dS = P o (dP - D), D = rowsum(dO o O).",
     )
     found = algorithms.flash_attention_2_backward(Q, K, V, O, dO, L, TILE, TILE, show)
     for name, ours, autograds in zip(("dQ", "dK", "dV"), found, gradients, strict=True):

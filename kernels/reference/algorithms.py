@@ -1,10 +1,10 @@
 """Attention as the papers write it, in plain PyTorch: one head, no mask, no scale, matrices (N, d).
 
-The numbers at the ends of lines are those of the papers' listings. Tiles are taken by split, so the last ones may be
-smaller. `watch` is called with the state after every tile; by default nobody watches.
+The numbers at the ends of lines are the line numbers of the papers' listings. The last tiles may be smaller. `watch` is
+called with the state after every tile; the default does nothing.
 
-Q, K, V (N, d); O output; S scores and P probabilities, a tile of them; m row maxima, l row sums of exponentials, (N,);
-L logsumexp; B_r rows of a tile of Q, B_c rows of a tile of K and V; i counts the former, j the latter.
+Q, K, V (N, d); O output; S scores and P probabilities, (N, N) or a tile of them; m row maxima and l row sums of
+exponentials, (N,); L logsumexp, (N,); B_r rows of a Q tile, counted by i; B_c rows of a K and V tile, counted by j.
 """
 
 from collections.abc import Callable
@@ -15,12 +15,12 @@ from torch import Tensor
 Watch = Callable[..., None]
 
 
-def nobody(**state) -> None:
-    """Watches nothing."""
+def ignore(**state) -> None:
+    """Do nothing with the state."""
 
 
-def standard_attention(Q: Tensor, K: Tensor, V: Tensor, watch: Watch = nobody) -> Tensor:
-    """Algorithm 0 of FlashAttention (Dao et al., 2022): S and P are written out, N x N each."""
+def standard_attention(Q: Tensor, K: Tensor, V: Tensor, watch: Watch = ignore) -> Tensor:
+    """Algorithm 0 of FlashAttention (Dao et al., 2022): S and P, N x N each, go to memory."""
     S = Q @ K.T  # 1
     P = S.softmax(dim=1)  # 2
     O = P @ V  # 3
@@ -28,27 +28,27 @@ def standard_attention(Q: Tensor, K: Tensor, V: Tensor, watch: Watch = nobody) -
     return O
 
 
-def online_softmax(x: Tensor, watch: Watch = nobody) -> Tensor:
-    """Algorithm 3 of Milakov and Gimelshein (2018): softmax of x (N,) whose maximum and sum are found in one pass."""
+def online_softmax(x: Tensor, watch: Watch = ignore) -> Tensor:
+    """Algorithm 3 of Milakov and Gimelshein (2018): softmax of x (N,), with maximum and sum found in one pass."""
     m, d = x.new_tensor(float("-inf")), x.new_tensor(0.0)  # 1, 2
     for j, x_j in enumerate(x):  # 3
         m_new = torch.maximum(m, x_j)  # 4
-        d = d * torch.exp(m - m_new) + torch.exp(x_j - m_new)  # 5: what was summed under the old maximum shrinks
+        d = d * torch.exp(m - m_new) + torch.exp(x_j - m_new)  # 5: the old sum is rescaled
         m = m_new
         watch(j=j, x=x_j, m=m, l=d)
     return torch.exp(x - m) / d  # 7, 8
 
 
-def flash_attention(Q: Tensor, K: Tensor, V: Tensor, B_r: int, B_c: int, watch: Watch = nobody) -> Tensor:
-    """Algorithm 1 of FlashAttention (Dao et al., 2022): tiles of K and V outside, tiles of Q inside.
+def flash_attention(Q: Tensor, K: Tensor, V: Tensor, B_r: int, B_c: int, watch: Watch = ignore) -> Tensor:
+    """Algorithm 1 of FlashAttention (Dao et al., 2022): outer loop over tiles of K and V, inner loop over tiles of Q.
 
-    O, l and m live in HBM: they are read and written again for every tile, and O is normalised each time.
+    O, l and m are in HBM. Every tile reads and rewrites them, and normalises O.
     """
     O = torch.zeros_like(Q)  # 2
     l, m = Q.new_zeros(len(Q)), Q.new_full((len(Q),), float("-inf"))
     for j, (K_j, V_j) in enumerate(zip(K.split(B_c), V.split(B_c), strict=True)):  # 5, 6
         tiles = zip(Q.split(B_r), O.split(B_r), l.split(B_r), m.split(B_r), strict=True)
-        for i, (Q_i, O_i, l_i, m_i) in enumerate(tiles):  # 7, 8; the last three are views, so that 12 and 13 write O
+        for i, (Q_i, O_i, l_i, m_i) in enumerate(tiles):  # 7, 8: views, so 12 and 13 write O, l, m
             S = Q_i @ K_j.T  # 9
             m_tile = S.amax(1)  # 10
             P = torch.exp(S - m_tile[:, None])
@@ -64,11 +64,11 @@ def flash_attention(Q: Tensor, K: Tensor, V: Tensor, B_r: int, B_c: int, watch: 
 
 
 def flash_attention_2(
-    Q: Tensor, K: Tensor, V: Tensor, B_r: int, B_c: int, watch: Watch = nobody
+    Q: Tensor, K: Tensor, V: Tensor, B_r: int, B_c: int, watch: Watch = ignore
 ) -> tuple[Tensor, Tensor]:
-    """O and L by Algorithm 1 of FlashAttention-2 (Dao, 2023): tiles of Q outside, tiles of K and V inside.
+    """Algorithm 1 of FlashAttention-2 (Dao, 2023): outer loop over tiles of Q. Return O and L.
 
-    A tile of O stays on chip until it is done, is normalised once, and of the statistics only L is kept.
+    A tile of O stays on chip until it is complete and is normalised once. Of the statistics only L is kept.
     """
     O, L = [], []
     for i, Q_i in enumerate(Q.split(B_r)):  # 3, 4
@@ -89,9 +89,9 @@ def flash_attention_2(
 
 
 def flash_attention_2_backward(
-    Q: Tensor, K: Tensor, V: Tensor, O: Tensor, dO: Tensor, L: Tensor, B_r: int, B_c: int, watch: Watch = nobody
+    Q: Tensor, K: Tensor, V: Tensor, O: Tensor, dO: Tensor, L: Tensor, B_r: int, B_c: int, watch: Watch = ignore
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ, dK and dV by Algorithm 2 of FlashAttention-2 (Dao, 2023): P comes back from S and L alone."""
+    """Algorithm 2 of FlashAttention-2 (Dao, 2023): recompute P from S and L. Return dQ, dK and dV."""
     D = (dO * O).sum(1)  # 4
     dQ, dK, dV = torch.zeros_like(Q), torch.zeros_like(K), torch.zeros_like(V)  # 3
     of_keys = (x.split(B_c) for x in (K, V, dK, dV))

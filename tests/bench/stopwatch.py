@@ -1,15 +1,15 @@
-"""What the tests of bench.attention share: a clock that needs no GPU, and made-up rows."""
+"""Helpers of the tests of bench.attention: a clock that needs no GPU, and invented rows."""
 
-from bench.attention import program as attention
+from bench.attention.measurement import measure_shape
 from bench.attention.rows import empty_row
-from bench.attention.shapes import CELLS, PASSES, Cell
+from bench.attention.shapes import PASSES, SHAPES, AttentionShape
 from bench.common.timing import Gpu
 
-TINY = Cell("tiny", batch=2, seq_len=33, heads=2, head_dim=16)
+TINY = AttentionShape("tiny", batch=2, seq_len=33, heads=2, head_dim=16)
 
 
 class Stopwatch(Gpu):
-    """Runs a call once and reads the next of `times`, or 2 ms."""
+    """Run a call once and report the next of `times`, or 2 ms."""
 
     device = "cpu"
 
@@ -37,23 +37,23 @@ class Stopwatch(Gpu):
         pass
 
 
-def measure(variants, cell=TINY, gpu=None, rounds=3):
-    rows = attention.measure(cell, variants, gpu or Stopwatch(), rounds)
+def measure(variants, shape=TINY, gpu=None, rounds=3):
+    rows = measure_shape(shape, variants, gpu or Stopwatch(), rounds)
     return {(row["variant"], row["pass"]): row for row in rows}
 
 
-def row(variant, pass_="forward", tflops=100.0, cell=None, status="ok"):
-    """A made-up row."""
-    made = empty_row(cell or CELLS[1], variant, pass_)
+def row(variant, pass_="forward", tflops=100.0, shape=None, status="ok"):
+    """Return an invented row."""
+    made = empty_row(shape or SHAPES[1], variant, pass_)
     return made | {"tflops": tflops if status == "ok" else None, "status": status}
 
 
 def made_up_rows():
-    """naive, which runs out of memory, and flash2 in every cell and pass."""
+    """Return rows of flash2 and of naive, which runs out of memory, for every shape and pass."""
     speeds = {"naive": 20, "flash2": 400}
     return [
-        row(name, pass_, speed, cell, "oom" if speed < 100 and cell.seq_len > 8192 else "ok")
-        for cell in CELLS
+        row(name, pass_, speed, shape, "oom" if speed < 100 and shape.seq_len > 8192 else "ok")
+        for shape in SHAPES
         for pass_ in PASSES
         for name, speed in speeds.items()
     ]

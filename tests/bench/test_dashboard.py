@@ -1,4 +1,4 @@
-"""bench.dashboard without an account, and with one at a wandb that is not there."""
+"""bench.dashboard without an account, and with an account on a fake server."""
 
 import json
 import os
@@ -18,6 +18,7 @@ import wandb_workspaces.workspaces.internal as workspace_models
 import yaml
 
 from bench import dashboard
+from bench.dashboard import DashboardSettings
 from errors import UserError
 from tests.e2e import ROOT, rows
 from trainer.meters import ThroughputMeter
@@ -33,7 +34,7 @@ def made(page: str, group: str | None = None) -> dict:
 
 
 def found(tree, key: str) -> list:
-    """Every value of `key`, however deep."""
+    """Return every value of `key` at any depth."""
     if isinstance(tree, list):
         return [value for branch in tree for value in found(branch, key)]
     if isinstance(tree, dict):
@@ -47,7 +48,7 @@ def panels_of(tree, kind: str) -> list[dict]:
 
 
 def metrics_of(tree) -> set[str]:
-    """The metrics that the panels of a page draw."""
+    """Return the metrics that the panels of a page draw."""
     curves, bars = panels_of(tree, "Run History Line Plot"), panels_of(tree, "Bar Chart")
     of_runs = [axis for plot in panels_of(tree, "Scatter Plot") for axis in (plot["xAxis"], plot["yAxis"])]
     drawn = {key for config in curves + bars for key in config["metrics"]} | {plot["xAxis"] for plot in curves}
@@ -56,29 +57,29 @@ def metrics_of(tree) -> set[str]:
 
 @pytest.fixture
 def logged(trained, monkeypatch) -> set[str]:
-    """The keys that runs log: those of a run on a CPU, and those that a meter adds on a GPU of known peak."""
+    """Return the keys that runs log on a CPU, and those that a meter adds on a GPU with a known peak."""
     for name in ("synchronize", "reset_peak_memory_stats", "max_memory_allocated", "max_memory_reserved"):
         monkeypatch.setattr(torch.cuda, name, lambda device: 2**30)
     counts = {"tokens_per_step": 1, "flops_per_token": 1, "flops_per_token_causal": 1, "peak_flops": 1.0}
-    meter = ThroughputMeter(**counts, device="cuda")
-    meter.start()
-    meter.step(0.0)
+    meter = ThroughputMeter(**counts, device=torch.device("cuda"), waited_s=float)
+    meter.step()
+    meter.step()
     return {key for row in rows(trained) for key in row} | set(meter.read())
 
 
 @pytest.mark.parametrize("page", ["workspace", "report"])
-def test_every_metric_of_a_page_is_logged_by_runs_and_none_that_matters_is_left_out(page, logged):
+def test_runs_log_every_metric_of_a_page_and_the_page_has_every_important_one(page, logged):
     used = metrics_of(made(page))
     assert used <= logged
     assert used >= NEEDED | {"tokens"}
 
 
 @pytest.mark.parametrize("page", ["workspace", "report"])
-def test_runs_are_grouped_by_what_their_configuration_holds(page, trained):
+def test_runs_are_grouped_by_settings_of_their_configuration(page, trained):
     config = yaml.safe_load((trained / "config.yaml").read_text())
     definition = made(page)
     groupings = found(definition, "grouping")
-    # wandb keeps the value of a top-level key of a run's config below "value".
+    # wandb stores a top-level key of a run's config under "value".
     names = ["attention.value.name", "model.value.context_length"]
     assert groupings and all([key["name"] for key in grouping] == names for grouping in groupings)
     assert all(key["section"] == "config" for grouping in groupings for key in grouping)
@@ -98,7 +99,7 @@ def test_only_the_runs_of_a_group_are_shown_if_one_is_named(page):
     assert filters(None) and not any(filters(None))
 
 
-def test_what_is_written_is_read_back_by_wandbs_own_models():
+def test_wandbs_own_models_read_the_definition():
     workspace, report = made("workspace", "a sweep"), made("report", "a sweep")
     view = ws.Workspace._from_model(workspace_models.View.model_validate(workspace))
     page = wr.Report._from_model(report_models.ReportViewspec.model_validate(report))
@@ -117,10 +118,10 @@ def test_panels_of_a_report_do_not_overlap():
         assert side_by_side or one.y + one.h <= other.y or other.y + other.h <= one.y
 
 
-def test_without_an_account_the_definition_is_written_and_the_way_to_publish_told(tmp_path):
+def test_without_an_account_the_definition_is_written_and_the_remedy_is_printed(tmp_path):
     mine = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
     nobody = mine | {"HOME": str(tmp_path), "NETRC": str(tmp_path / ".netrc")}
-    command = [sys.executable, "-m", "bench.dashboard", "--out", str(tmp_path / "new" / "a.json"), "--entity", "me"]
+    command = [sys.executable, "-m", "bench.dashboard", f"out={tmp_path / 'new' / 'a.json'}", "entity=me"]
     ended = subprocess.run(command, cwd=ROOT, env=nobody, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     assert ended.returncode == 0 and ended.stderr == ""
     where, why = ended.stdout.splitlines()
@@ -131,14 +132,14 @@ def test_without_an_account_the_definition_is_written_and_the_way_to_publish_tol
 
 
 def shape(tree):
-    """A definition without identifiers, which are drawn anew each time."""
+    """Return a definition without its identifiers, which are random."""
     if isinstance(tree, dict):
         return {key: shape(value) for key, value in tree.items() if key not in ("id", "__id__")}
     return [shape(branch) for branch in tree] if isinstance(tree, list) else tree
 
 
 class Server:
-    """Stands for wandb.Api: keeps what it is sent, in answers of the form of wandb's GraphQL."""
+    """A fake wandb.Api that records requests and answers like wandb's GraphQL."""
 
     default_entity = "me"
 
@@ -170,8 +171,8 @@ def server(monkeypatch):
     return server
 
 
-def test_with_an_account_what_is_written_is_what_is_uploaded(server, tmp_path, capsys):
-    dashboard.run(dashboard.parse(["--out", str(tmp_path / "a.json")]))
+def test_with_an_account_the_written_definition_is_uploaded(server, tmp_path, capsys):
+    dashboard.run(DashboardSettings(out=str(tmp_path / "a.json")))
     written = json.loads((tmp_path / "a.json").read_text())
     assert [sent["type"] for sent in server.sent] == ["runs", "project-view"]
     assert [json.loads(sent["spec"]) for sent in server.sent] == [written[page]["spec"] for page in written]
@@ -182,37 +183,30 @@ def test_with_an_account_what_is_written_is_what_is_uploaded(server, tmp_path, c
     assert workspace.startswith("workspace: https://wandb.example/me/gpt2-flash?nw=")
 
 
-def test_what_wandb_refuses_is_told_in_one_sentence(server, tmp_path, monkeypatch):
+def test_a_refusal_of_wandb_is_one_sentence(server, tmp_path, monkeypatch):
     def refuse(query, variables):
         raise wandb.errors.CommError("permission denied\nwith a long trace")
 
     server._service_api.execute_graphql = refuse
-    arguments = dashboard.parse(["--entity", "others", "--out", str(tmp_path / "a.json")])
-    refused = r"did not take the report for others/gpt2-flash \(CommError: permission denied\); check --entity"
+    settings = DashboardSettings(entity="others", out=str(tmp_path / "a.json"))
+    refused = r"did not take the report for others/gpt2-flash \(CommError: permission denied\); check entity="
     with pytest.raises(UserError, match=refused):
-        dashboard.run(arguments)
+        dashboard.run(settings)
     monkeypatch.setattr(Server, "default_entity", None)
-    with pytest.raises(UserError, match="name a user or a team with --entity"):
-        dashboard.run(dashboard.parse(["--out", str(tmp_path / "b.json")]))
+    with pytest.raises(UserError, match="name a user or a team with entity=NAME"):
+        dashboard.run(DashboardSettings(out=str(tmp_path / "b.json")))
     assert not (tmp_path / "b.json").exists()
 
 
 @pytest.mark.parametrize("sign", "'\\<=>")
-def test_a_group_that_wandbs_filters_would_garble_is_refused(sign, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        dashboard.parse(["--group", f"lr{sign}1"])
-    assert f"argument --group: lr{sign}1 holds one of" in capsys.readouterr().err
+def test_a_group_that_wandbs_filters_misread_is_refused(sign):
+    with pytest.raises(UserError, match=f"^group=lr{re.escape(sign)}1 contains one of"):
+        DashboardSettings(group=f"lr{sign}1")
 
 
-def test_a_file_that_cannot_be_written_is_refused_by_name(tmp_path, capsys):
+def test_a_file_that_cannot_be_written_is_refused_by_name(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(SystemExit, match="2"):
-        dashboard.parse(["--out", str(tmp_path / "file" / "new" / "a.json"), "--entity", "me"])
-    refused = rf"--out: .*file/new/a\.json cannot be written \(Not a directory: {tmp_path}/file\); name another file"
-    assert re.search(refused, capsys.readouterr().err)
-
-
-def test_a_folder_is_no_file_to_write(tmp_path, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        dashboard.parse(["--out", str(tmp_path)])
-    assert f"{tmp_path} is a folder; name a file in it" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"out=.*file/new/a\.json cannot be written"):
+        DashboardSettings(out=str(tmp_path / "file" / "new" / "a.json"))
+    with pytest.raises(UserError, match=f"out={tmp_path} is a folder"):
+        DashboardSettings(out=str(tmp_path))

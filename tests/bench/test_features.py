@@ -42,7 +42,7 @@ def test_the_blocks_that_are_left_are_counted(monkeypatch):
 
 def test_errors_are_those_of_bf16_and_of_hard_inputs(monkeypatch):
     monkeypatch.setattr(features, "ERROR_DRAWS", 2)
-    rows = list(features.error_rows(Stopwatch()))
+    rows = list(features.error_rows(Stopwatch(), rounds=1))
     assert len(rows) == 8 and {row["variant"] for row in rows} == {"flash2", "sdpa_flash"}
     assert all(0 <= row[name] < 0.05 for row in rows for name in ("out", "dv"))
 
@@ -55,7 +55,5 @@ def test_scores_reach_ten_thousand():
     assert inputs["a single key"][1].shape[1] == 1
 
 
-def test_memory_and_host_time_are_counted_per_call():
-    assert [row["seq_len"] for row in features.memory_rows(Stopwatch())] == [32, 64]
-    rows = {row["variant"]: row["forward_us"] for row in features.host_rows(Stopwatch())}
-    assert rows == {"flash2": pytest.approx(10), "sdpa": pytest.approx(10)}
+def test_memory_is_counted_per_call():
+    assert [row["seq_len"] for row in features.memory_rows(Stopwatch(), rounds=1)] == [32, 64]

@@ -1,9 +1,14 @@
+"""bench.parity with made-up runs."""
+
 import json
 import subprocess
+from pathlib import Path
 
 import pytest
 
 from bench import parity
+from bench.parity import ParitySettings
+from errors import UserError
 
 
 def write_run(folder, val_losses, speeds=(10, 20, 30, 50, 40)):
@@ -27,7 +32,7 @@ def write_run(folder, val_losses, speeds=(10, 20, 30, 50, 40)):
 
 
 def test_a_run_is_the_medians_of_its_second_half_and_its_last_validation_loss(tmp_path):
-    row = parity.summarise("flash2", write_run(tmp_path / "run", val_losses=[9.0, 4.25]))
+    row = parity.summarise("flash2", write_run(tmp_path / "run", [9.0, 4.25]))
     # of the speeds 10, 20, 30, 50 and 40 the second half is 30, 50 and 40
     assert (row["tokens_per_second"], row["step_ms"], row["tflops"]) == (40, 25, 80)
     assert (row["variant"], row["steps"], row["tokens"], row["val_loss"], row["peak_gib"]) == (
@@ -42,12 +47,12 @@ def test_a_run_is_the_medians_of_its_second_half_and_its_last_validation_loss(tm
 
 
 def compare(losses, tmp_path, monkeypatch):
-    """bench.parity with runs that end in the given validation losses; returns the file that it writes."""
+    """Run bench.parity with runs that end in the given validation losses, and check the written file."""
     out = tmp_path / "parity.json"
-    monkeypatch.setattr(parity, "train", lambda variant, _: write_run(tmp_path / variant, [losses[variant]]))
-    monkeypatch.setattr("sys.argv", ["parity", "--variants", ",".join(losses), "--out", str(out), "device=cpu"])
+    monkeypatch.setattr(parity, "train", lambda variant, folder, settings: write_run(folder, [losses[variant]]))
+    settings = {"settings": ["device=cpu"], "work": tmp_path / "runs", "out": out}
     try:
-        parity.main()
+        parity.run(ParitySettings(variants=list(losses), **settings))
     finally:
         written = json.loads(out.read_text())
         assert {row["variant"]: row["val_loss"] for row in written["rows"]} == losses
@@ -59,48 +64,50 @@ def test_runs_within_the_tolerance_pass(tmp_path, monkeypatch, capsys):
     assert "spread over 0.0190 nats (at most 0.02 wanted)" in capsys.readouterr().out
 
 
-def test_runs_that_spread_beyond_the_tolerance_fail_and_are_written_all_the_same(tmp_path, monkeypatch, capsys):
+def test_runs_beyond_the_tolerance_fail_and_are_written(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as stop:
         compare({"naive": 4.0, "sdpa": 4.021, "flash2": 4.01}, tmp_path, monkeypatch)
     assert stop.value.code == 1
     assert "spread over 0.0210 nats" in capsys.readouterr().out
 
 
-def test_a_run_that_fails_is_told_without_a_traceback_and_leaves_the_results(tmp_path, monkeypatch, capsys):
-    """train.py has said its sentence by then."""
-    out = tmp_path / "parity.json"
-    monkeypatch.setattr(parity.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 2))
-    monkeypatch.setattr("sys.argv", ["parity", "--variants", "sdpa", "--out", str(out), "device=cpu"])
+def test_settings_after_two_dashes_go_to_train_py(tmp_path, monkeypatch, capsys):
+    """A failed run ends the program without a traceback, and does not write results."""
+    out, commands = tmp_path / "parity.json", []
+
+    def run(command, **_):
+        commands.append(command[1:])
+        return subprocess.CompletedProcess(command, 2)
+
+    monkeypatch.setattr(parity.subprocess, "run", run)
+    own = ["variants=['sdpa:data.document_mask=true']", "steps=10", f"work={tmp_path}/runs", f"out={out}"]
+    passed_on = ["device=cpu", "data=tokens", "data.dir=with a blank, and 'quotes'"]
+    monkeypatch.setattr("sys.argv", ["parity", *own, "--", *passed_on])
     with pytest.raises(SystemExit) as ended:
         parity.main()
     assert ended.value.code == 2 and not out.exists()
     assert "error: train.py ended with status 2 for sdpa" in capsys.readouterr().err
+    folder = tmp_path / "runs" / "sdpa-data-document_mask-true"
+    fixed = ["attention=sdpa", "train.max_steps=10", "wandb.mode=disabled", f"hydra.run.dir={folder}"]
+    assert commands == [["train.py", *parity.RECIPE, *passed_on, *fixed, "data.document_mask=true"]]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("given", "sentence"),
     [
-        (["--variants", "naive,flash3"], "--variants names the attention 'flash3'; choose of naive, sdpa,"),
-        (["--variants", "sdpa,flash2:data.document_mask=true", "--work", "old"], "has a run already; name another"),
-        (["--steps", "1"], "--steps 1 leaves no step to time"),
+        ({"variants": ["naive", "flash3"]}, "variants=flash3 is unknown; choose one of naive, sdpa,"),
+        ({"variants": []}, r"variants=\[\] is empty"),
+        ({"steps": 1}, "steps=1 leaves no step to time"),
+        ({"steps": 2**60}, "steps=1152921504606846976 is too large"),
+        ({"variants": ["sdpa", "flash2:a=b"], "work": Path("old")}, "work=old already has a run"),
+        ({"settings": []}, "torch finds none; add -- device=cpu"),
     ],
-    ids=["unknown attention", "old runs", "one step"],
+    ids=["unknown attention", "no attention", "one step", "too many steps", "old runs", "no GPU"],
 )
-def test_what_could_not_be_compared_is_refused_before_anything_is_trained(
-    arguments, sentence, tmp_path, monkeypatch, capsys
-):
+def test_impossible_settings_are_refused_before_training(given, sentence, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    write_run(tmp_path / "old" / "flash2-data-document_mask-true", [4.0])
-    monkeypatch.setattr(parity, "train", lambda *_: pytest.fail("trained"))
-    monkeypatch.setattr("sys.argv", ["parity", "data=tokens", *arguments, "device=cpu", "--out", "rows.json"])
-    with pytest.raises(SystemExit) as ended:
-        parity.main()
-    assert ended.value.code == 2 and sentence in capsys.readouterr().err
-
-
-def test_without_a_gpu_nothing_is_trained_unasked(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(parity.torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("sys.argv", ["parity", "--out", str(tmp_path / "rows.json")])
-    with pytest.raises(SystemExit) as ended:
-        parity.main()
-    assert ended.value.code == 2 and "torch finds none; device=cpu trains here" in capsys.readouterr().err
+    monkeypatch.setattr(parity, "train", lambda *_: pytest.fail("trained"))
+    write_run(tmp_path / "old" / "flash2-a-b", [4.0])
+    with pytest.raises(UserError, match=sentence):
+        parity.run(ParitySettings(**{"settings": ["device=cpu"], "out": Path("rows.json")} | given))

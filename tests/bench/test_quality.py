@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from bench import quality
+from bench.quality import QualitySettings
+from errors import UserError
 
 
 @pytest.fixture
@@ -19,11 +21,10 @@ def tokens(tmp_path):
 
 def test_the_fast_step_follows_a_plain_one(tokens, monkeypatch, capsys):
     out = tokens / "quality.json"
-    given = [str(tokens), "--model", "gpt2-nano", "--context-length", "32", "--batch", "2", "--steps", "5"]
-    monkeypatch.setattr("sys.argv", ["quality", *given, "--seeds=1,2", "--control", "--device=cpu", f"--out={out}"])
+    settings = {"model": "gpt2-nano", "context_length": 32, "batch": 2, "steps": 5, "device": "cpu", "out": out}
     norms, clip = [], quality.nn.utils.clip_grad_norm_
     monkeypatch.setattr(quality.nn.utils, "clip_grad_norm_", lambda *args: norms.append(args[1]) or clip(*args))
-    quality.main()
+    quality.run(QualitySettings(tokens=str(tokens), **settings, seeds=[1, 2], control=True))
     assert norms == [1.0] * 20, "each step of four plain runs is clipped"
     rows = {(row["seed"], row["trained_by"]): row["loss_curve"] for row in json.loads(out.read_text())["rows"]}
     assert list(rows) == [(seed, name) for seed in (1, 2) for name in ("fast", "plain", "control")]
@@ -37,16 +38,29 @@ def test_the_fast_step_follows_a_plain_one(tokens, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(("above", "code"), [(0.009, None), (-0.009, None), (0.011, 1), (-0.02, 1), (float("nan"), 1)])
-def test_a_fast_step_that_ends_elsewhere_is_told_by_the_exit_code(monkeypatch, above, code):
-    monkeypatch.setattr("sys.argv", ["quality", "tokens"])
-    monkeypatch.setattr(quality, "run", lambda arguments: above)
+def test_exit_status_tells_whether_the_fast_runs_end_elsewhere(monkeypatch, above, code):
+    monkeypatch.setattr(quality, "compare", lambda settings: above)
     with nullcontext() if code is None else pytest.raises(SystemExit) as ended:
-        quality.main()
+        quality.run(QualitySettings(tokens="tokens"))
     assert code is None or ended.value.code == code
 
 
-def test_losses_that_are_no_numbers_are_written(tokens, monkeypatch):
+def test_losses_that_are_not_finite_are_written_as_null(tokens, monkeypatch):
     out = tokens / "quality.json"
     monkeypatch.setattr(quality, "curves", lambda *_: [("fast", [1.0, float("nan")]), ("plain", [1.0, 2.0])])
-    above = quality.run(quality.parse([str(tokens), "--device=cpu", "--steps=2", f"--out={out}"]))
+    above = quality.compare(QualitySettings(tokens=str(tokens), device="cpu", steps=2, out=out))
     assert above != above and json.loads(out.read_text())["rows"][0]["loss_curve"] == [1.0, None]
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"seeds": []}, r"seeds=\[\] is empty"),
+        ({"seeds": [2**32]}, r"seeds=\[4294967296\] is too large"),
+        ({"device": "tpu"}, "device=tpu is unknown; choose one of cuda, cpu"),
+        ({"model": "gpt5", "device": "cpu"}, "model=gpt5 is unknown; choose one of gpt2, "),
+    ],
+)
+def test_impossible_settings_are_refused(given, sentence):
+    with pytest.raises(UserError, match=sentence):
+        quality.run(QualitySettings(tokens="tokens", **given))

@@ -5,21 +5,22 @@ import pytest
 import torch
 
 from bench import tune
-from kernels.flash2.tiles import SPECIALISED, TABLE, Tile, Tiles, specialised_for, tiles_for
+from bench.common.command_line import launch
+from kernels.flash2.tiles import HOPPER_CONFIGS, TABLE, TileConfig, hopper_config_for, plain_tiles_for
 
+TILE = {"queries": 64, "keys": 32, "warps": 4, "stages": 3}
 SMALL = {
-    "any": {"64": [[64, 64, 4, 3], [32, 64, 4, 3], [64, 32, 4, 3]]},
-    "sm_90": {"64": {"causal": {"1024": [[128, 64, 8, 2], [32, 64, 4, 3], [64, 64, 4, 3]]}}},
-    "specialised": {"backward": {"64": {"causal": {"1024": [64, 64, 4, 2, 2, True]}}}},
+    "conservative": [{"head_dim": 64, "forward": TILE, "key_gradient": TILE, "query_gradient": TILE}],
+    "hopper": [{"pass": "backward", "head_dim": 64, "max_seq_len": None, "fused": True}],
 }
+LENGTHS = {1024: 1000, 4096: 4096, None: 4097}  # a length for each limit in the table
 
 
-def test_an_entry_is_rendered_on_one_line_and_read_back_the_same():
+def test_the_settings_of_a_kernel_are_rendered_on_one_line_and_read_back_the_same():
     text = tune.render(SMALL)
     assert json.loads(text) == SMALL and text.endswith("}\n")
-    assert '    "64": [[64, 64, 4, 3], [32, 64, 4, 3], [64, 32, 4, 3]]' in text.splitlines()
-    assert '        "1024": [[128, 64, 8, 2], [32, 64, 4, 3], [64, 64, 4, 3]]' in text.splitlines()
-    assert '          "1024": [64, 64, 4, 2, 2, true]' in text.splitlines()
+    assert '      "forward": {"queries": 64, "keys": 32, "warps": 4, "stages": 3},' in text.splitlines()
+    assert '    {"pass": "backward", "head_dim": 64, "max_seq_len": null, "fused": true}' in text.splitlines()
 
 
 def test_the_shipped_table_is_as_tune_writes_it():
@@ -28,50 +29,46 @@ def test_the_shipped_table_is_as_tune_writes_it():
 
 def test_without_a_gpu_tune_refuses_in_one_sentence(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("sys.argv", ["tune", "--out", str(tmp_path / "tiles.json")])
+    monkeypatch.setattr("sys.argv", ["tune", f"out={tmp_path / 'tiles.json'}"])
     with pytest.raises(SystemExit, match="2"):
-        tune.main()
-    assert capsys.readouterr().err.startswith("error: bench.tune measures on a GPU, and torch sees none here")
+        launch(tune.run, tune.TuneSettings)
+    assert capsys.readouterr().err.startswith("error: bench.tune needs a GPU and finds none")
     assert not any(tmp_path.iterdir())
 
 
 def test_what_tune_writes_is_what_the_kernels_launch():
-    table = json.loads(TABLE.read_text())
-    tuned = [
-        (arch, int(head_dim), mask, bucket, tiles)
-        for arch, sizes in table.items()
-        if arch not in ("any", "specialised")
-        for head_dim, masks in sizes.items()
-        for mask, buckets in masks.items()
-        for bucket, tiles in buckets.items()
-    ]
-    assert tuned
-    for arch, head_dim, mask, bucket, tiles in tuned:
-        expected = Tiles(*(Tile(*tile) for tile in tiles))
-        kind = mask != "full", bucket, mask == "dropout"
-        assert tiles_for(arch, head_dim, torch.bfloat16, *kind) == expected
+    rows = json.loads(TABLE.read_text())["plain"]
+    assert rows
+    for row in rows:
+        kind = row["mask"] != "full", LENGTHS[row["max_seq_len"]], row["mask"] == "dropout"
+        tiles = plain_tiles_for(row["arch"], row["head_dim"], torch.bfloat16, *kind)
+        assert {name: tile._asdict() for name, tile in tiles._asdict().items()}.items() <= row.items()
 
 
-def test_an_architecture_that_nobody_tuned_gets_the_tiles_of_any():
-    table = json.loads(TABLE.read_text())["any"]
+def test_an_architecture_that_nobody_tuned_gets_the_conservative_tiles():
+    rows = {row["head_dim"]: row for row in json.loads(TABLE.read_text())["conservative"]}
     for (head_dim, padded), causal in itertools.product([(16, 16), (40, 64), (80, 128), (256, 256)], (True, False)):
-        expected = Tiles(*(Tile(*tile) for tile in table[str(padded)]))
-        assert tiles_for("sm_1", head_dim, torch.float16, causal, "long") == expected
+        tiles = plain_tiles_for("sm_1", head_dim, torch.float16, causal, 10000)
+        assert {name: tile._asdict() for name, tile in tiles._asdict().items()}.items() <= rows[padded].items()
 
 
 def test_a_candidate_runs_the_kernel_that_it_is_for():
-    assert tune.with_tile("query_gradient", (64, 32, 4, 3)) == tune.SAFE._replace(query_gradient=Tile(64, 32, 4, 3))
-    for pass_, candidates in tune.SPECIALISED_CANDIDATES.items():
+    assert tune.with_tile("query_gradient", (64, 32, 4, 3)) == tune.SAFE._replace(
+        query_gradient=TileConfig(64, 32, 4, 3)
+    )
+    for pass_, candidates in tune.HOPPER_CANDIDATES.items():
         for candidate in candidates:
-            assert isinstance(tune.with_tile(f"{pass_} specialised", candidate), SPECIALISED[pass_])
+            assert isinstance(tune.with_tile(f"{pass_} hopper", candidate), HOPPER_CONFIGS[pass_])
 
 
-def test_what_tune_writes_of_the_specialised_kernels_is_what_is_launched():
-    table = json.loads(TABLE.read_text())["specialised"]
-    for pass_, head_dim, mask, bucket in itertools.product(table, (48, 64, 80, 128), tune.MASKS, ("1024", "long")):
-        written = table[pass_].get(str(head_dim), {}).get(mask, {}).get(bucket)
-        read = specialised_for(pass_, head_dim, mask != "full", bucket, mask == "dropout")
-        assert read == (written and tuple(written))
+def test_what_tune_writes_for_the_hopper_kernels_is_what_is_launched():
+    rows = json.loads(TABLE.read_text())["hopper"]
+    written = {(row["pass"], row["head_dim"], row["mask"], row["max_seq_len"]): row for row in rows}
+    for key in itertools.product(HOPPER_CONFIGS, (48, 64, 80, 128), tune.MASKS, LENGTHS):
+        pass_, head_dim, mask, longest = key
+        read = hopper_config_for(pass_, head_dim, mask != "full", LENGTHS[longest], mask == "dropout")
+        assert (read is None) == (key not in written)
+        assert read is None or read._asdict().items() <= written[key].items()
 
 
 @pytest.mark.gpu

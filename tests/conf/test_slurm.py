@@ -1,4 +1,4 @@
-"""Jobs of submitit: what would be Slurm's, on this machine."""
+"""The Slurm launcher: jobs of submitit, which run on this machine here."""
 
 import os
 import re
@@ -17,19 +17,19 @@ pytest_plugins = ["tests.e2e"]
 
 
 def processes_of(sweep: Path) -> list[int]:
-    """Those of its jobs, by their command lines."""
+    """Return the processes of its jobs, found by their command lines."""
     found = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # The process has ended.
             words = file.read_text()
             found += [int(file.parent.name)] if "submitit.core._submit" in words and str(sweep) in words else []
     return found
 
 
 def test_a_job_out_of_time_is_saved_queued_again_and_ends(workplace):
-    """Of two processes, which are told their places by submitit, and both that their time is up."""
+    """submitit starts two processes, and both get the signal that their time is up."""
     submitit = ("-m", "hydra/launcher=submitit_local", "hydra.launcher.tasks_per_node=2", "hydra.sweep.dir=sweep")
-    submitit += ("hydra.launcher.timeout_min=5",)  # of so short a job submitit takes the signal for the end of its time
+    submitit += ("hydra.launcher.timeout_min=5",)  # In a short job, submitit takes the signal as a time-out.
     sweep = start(str(ROOT / "train.py"), *submitit, *TINY, "train.max_steps=600", "checkpoint.resume=auto")
     wait_for_step(3, "sweep/0_flash2", sweep)
     processes = processes_of(Path("sweep").absolute())
@@ -53,12 +53,12 @@ def test_slurm_gets_a_process_for_each_gpu():
     launcher = OmegaConf.to_container(config.hydra.launcher, resolve=False)
     assert launcher["_target_"].endswith("SlurmLauncher") and launcher["tasks_per_node"] == "${.gpus_per_node}"
     assert config.hydra.launcher.tasks_per_node == 4
-    assert launcher["max_num_timeout"] > 0, "or submitit would not queue a job again that is out of time"
+    assert launcher["max_num_timeout"] > 0, "otherwise submitit does not queue a job again after a time-out"
 
 
-def test_away_from_a_cluster_it_is_told_what_is_missing(workplace, monkeypatch):
-    monkeypatch.setenv("PATH", str(workplace))  # where there is no srun
+def test_without_slurm_a_sentence_names_what_is_missing(workplace, monkeypatch):
+    monkeypatch.setenv("PATH", str(workplace))  # It has no srun.
     outcome = run("train.py", "-m", "hydra/launcher=slurm", *TINY, "hydra.sweep.dir=sweep")
     (sentence,) = outcome.err.splitlines()
     assert outcome.code == 2 and sentence.startswith('error: Could not detect "srun"')
-    assert sentence.endswith("slurm cluster; start it where Slurm is, or without hydra/launcher=slurm")
+    assert sentence.endswith("slurm cluster; start this command on a Slurm cluster, or without hydra/launcher=slurm")

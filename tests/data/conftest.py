@@ -1,4 +1,4 @@
-"""What the tests of the corpora share."""
+"""Fixtures of the corpus tests."""
 
 import hashlib
 import importlib.util

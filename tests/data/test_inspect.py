@@ -4,7 +4,7 @@ import pytest
 from data import inspect as module
 from data.config import DataConfig
 from data.inspect import document_lengths, inspect
-from data.tokens import TokenWriter
+from data.token_files import TokenWriter
 from errors import UserError
 
 TEXTS = ["One.", "", "Three is longer than a hundred bytes: " + "and on " * 20]
@@ -43,7 +43,7 @@ def test_a_damaged_file_is_refused(corpus, tmp_path):
     content = bytearray(path.read_bytes())
     content[0] ^= 1
     path.write_bytes(content)
-    with pytest.raises(UserError, match=r"val\.bin has the SHA-256 .* prepare it again"):
+    with pytest.raises(UserError, match=r"val\.bin was damaged or changed: its SHA-256 is .*; prepare it again"):
         inspect(corpus, log=lambda line: None)
 
 
@@ -57,5 +57,5 @@ def test_files_without_a_description_are_inspected_too(corpus, tmp_path):
 def test_tokens_of_another_tokenizer_are_refused(corpus, tmp_path):
     (tmp_path / "corpus" / "meta.json").unlink()
     np.array([1, 2, 60000], dtype="<u2").tofile(tmp_path / "corpus" / "train.bin")
-    with pytest.raises(UserError, match="Document 1 holds the token 60000, which the byte tokenizer lacks"):
+    with pytest.raises(UserError, match="document 1 holds the token 60000, outside the byte tokenizer's vocabulary"):
         inspect(corpus, log=lambda line: None)

@@ -27,7 +27,7 @@ def loader_of(tokens, **settings):
 
 
 def numbered(count):
-    """Tokens that are their own index, so that a batch tells where it came from."""
+    """Return tokens that equal their own index, so that a batch shows its place in the file."""
     return np.arange(count, dtype=np.uint16)
 
 
@@ -81,7 +81,7 @@ def test_resuming_anywhere_gives_the_same_remaining_batches(taken, prefetch, use
         second.load_state_dict(first.state_dict())
         assert first.state_dict()["position"] == taken * 3
         for _ in range(12):
-            for mine, theirs in zip(next(first), next(second), strict=True):
+            for mine, theirs in zip(first.next_batch(), second.next_batch(), strict=True):
                 assert torch.equal(mine, theirs)
 
 
@@ -94,25 +94,25 @@ def test_resuming_with_another_batch_size_continues_at_the_same_window():
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_several_processes_read_what_one_would_and_none_of_it_twice(ranks):
-    """Of 3 windows each: the windows of one process with batches as large as theirs together, whoever resumes them."""
+def test_several_processes_read_the_same_windows_as_one(ranks):
+    """Processes with 3 windows each read the same windows as one process with a batch of 3 * ranks."""
     with ExitStack() as stack:
         alone = stack.enter_context(loader_of(numbered(500), batch_size=3 * ranks))
         several = [stack.enter_context(loader_of(numbered(500), rank=r, ranks=ranks)) for r in range(ranks)]
         for _ in range(20):
-            assert torch.equal(torch.cat([next(loader)[0] for loader in several]), next(alone)[0])
+            assert torch.equal(torch.cat([loader.next_batch()[0] for loader in several]), alone.next_batch()[0])
         for loader in several:
             assert loader.state_dict() == alone.state_dict()
         several[-1].load_state_dict(alone.state_dict())
-        assert torch.equal(next(several[-1])[0], next(alone)[0][-3:])
+        assert torch.equal(several[-1].next_batch()[0], alone.next_batch()[0][-3:])
 
 
 @pytest.mark.parametrize(
     ("change", "count", "message"),
     [
-        ({"seed": 2}, 200, r"seed=1, this run has 2: set train\.seed"),
-        ({"context_length": 4}, 200, r"context_length=8, this run has 4: set model\.context_length"),
-        ({}, 300, r"tokens=200, this run has 300: set data\.dir"),
+        ({"seed": 2}, 200, r"seed=1, this run has 2; set train\.seed"),
+        ({"context_length": 4}, 200, r"context_length=8, this run has 4; set model\.context_length"),
+        ({}, 300, r"tokens=200, this run has 300; set data\.dir"),
     ],
     ids=["seed", "context length", "token count"],
 )
@@ -141,8 +141,8 @@ def test_a_token_outside_the_vocabulary_names_file_and_byte():
 
 
 @pytest.mark.parametrize("fault", ["cut", "emptied", "removed", "longer"])
-def test_a_file_that_changes_while_it_is_read_is_told(tmp_path, fault):
-    """Cut short under a memory map, it killed the process by SIGBUS."""
+def test_a_file_that_changes_while_it_is_read_is_reported(tmp_path, fault):
+    """A file cut short under its memory map killed the process by SIGBUS."""
     path = tmp_path / "train.bin"
     content = numbered(100_000) % 50257
     content.tofile(path)
@@ -163,8 +163,23 @@ def test_a_file_that_changes_while_it_is_read_is_told(tmp_path, fault):
         assert torch.equal(loader.next_batch()[0], whole.next_batch()[0]), "nothing was passed over"
 
 
+def test_an_error_in_another_process_takes_back_the_batches_of_this_one():
+    def agree(act):
+        act()
+        raise DataError("of another process")
+
+    with loader_of(numbered(500), agree=agree) as loader:
+        with pytest.raises(DataError, match="of another process"):
+            loader.next_batches(3)
+        assert loader.state_dict()["position"] == 0
+    options = {"batch_size": 2, "context_length": 8, "max_tokens": 100, "device": CPU, "vocab_size": 50257}
+    batches = validation_batches(numbered(500), name="val.bin", agree=agree, **options)
+    with pytest.raises(DataError, match="of another process"):
+        next(batches)
+
+
 def test_a_file_shorter_than_a_window_is_refused():
-    message = r"holds 8 tokens, but one window takes 9: set a smaller model\.context_length"
+    message = r"holds 8 tokens, but one window takes 9; set a smaller model\.context_length"
     with pytest.raises(UserError, match=message):
         loader_of(numbered(8))
     with pytest.raises(UserError, match=message):
@@ -207,7 +222,7 @@ def test_validation_covers_the_file_evenly_and_the_same_way_each_time(size, batc
 @given(windows=st.integers(1, 20), batch_size=st.integers(1, 4), ranks=st.integers(1, 5))
 @settings(deadline=None)
 def test_validation_is_split_into_as_many_batches_for_every_process(windows, batch_size, ranks):
-    """Whose counted targets are together those of one process; a window counts as a whole or not at all."""
+    """All processes together count the targets that one process counts. A window counts completely or not at all."""
     options = {"batch_size": batch_size, "context_length": 4, "max_tokens": 10**6, "device": CPU}
     options |= {"vocab_size": 50257, "name": "val.bin", "ranks": ranks}
     tokens = numbered(windows * 4 + 1)
@@ -231,7 +246,7 @@ def test_batches_on_the_gpu_are_those_on_the_cpu():
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=5, max_size=5), min_size=1, max_size=4))
 def test_cuts_are_where_documents_begin(rows):
-    """With 3 as end of text; as many cuts whatever the data, and documents cut where a sequence is."""
+    """Token 3 is end of text. The number of cuts is constant, and sequences cut documents."""
     inputs = torch.tensor(rows)
     cuts = document_cu_seqlens(inputs, eot=3)
     starts = [i for i, token in enumerate(inputs.flatten()[:-1].tolist(), start=1) if token == 3 or i % 5 == 0]

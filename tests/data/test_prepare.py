@@ -44,7 +44,7 @@ def config_of(tmp_path, **settings):
 
 
 def in_memory(texts, tokenizer, config):
-    """Both splits' tokens, encoded one document after the other."""
+    """Return the tokens of both splits, encoded one document after the other."""
     splits = {"train": [], "val": []}
     held_out = hold_out(len(texts), config.val_fraction, config.split_seed)
     for text, out in zip(texts, held_out, strict=True):
@@ -64,7 +64,7 @@ def pack(data, ending):
 
 
 def write_corpus(folder):
-    """TEXTS in every format, and a file that is none of it."""
+    """Write TEXTS in every format, and a file that is not part of the corpus."""
     write_parquet(folder / "a.parquet", TEXTS[:100])
     write_jsonl(folder / "b.jsonl", TEXTS[100:200])
     write_jsonl(folder / "c.jsonl.gz", TEXTS[200:250])
@@ -77,7 +77,7 @@ def write_corpus(folder):
 
 @pytest.mark.parametrize(("batch", "workers"), [(1, 3), (7, 1), (1024, None)])
 def test_all_formats_equal_a_straightforward_encoding(tmp_path, tokenizer, batch, workers, monkeypatch):
-    """However many documents make a batch, and threads the work."""
+    """The result does not depend on the batch size or on the number of threads."""
     monkeypatch.setattr(module, "BATCH_DOCUMENTS", batch)
     config = config_of(tmp_path, tokenizer=tokenizer.name, workers=workers)
     monkeypatch.setattr(module, "get_tokenizer", lambda name: tokenizer)
@@ -99,7 +99,7 @@ def test_rows_that_are_lines_are_joined_to_documents(tmp_path):
     config = config_of(tmp_path, document_start="^ = [^=\n]+ = \n$", train_files="*train*", val_files="*valid*")
     write_parquet(tmp_path / "in" / "train-0.parquet", lines)
     (tmp_path / "in" / "wiki.valid.raw").write_text("".join(lines[1:8]))
-    write_parquet(tmp_path / "in" / "test-0.parquet", lines)  # of neither split
+    write_parquet(tmp_path / "in" / "test-0.parquet", lines)  # in neither split
     said = []
     prepare(config, log=said.append)
     assert "4 documents (1 empty ones skipped)" in said[-1]
@@ -110,7 +110,7 @@ def test_rows_that_are_lines_are_joined_to_documents(tmp_path):
 def test_files_for_a_split_must_be_there(tmp_path):
     config = config_of(tmp_path, val_files="*valid*")
     write_parquet(tmp_path / "in" / "train-0.parquet", TEXTS)
-    with pytest.raises(UserError, match=r"No file is called \*valid\*: set data\.val_files"):
+    with pytest.raises(UserError, match=r"data\.val_files=\*valid\* matches no file"):
         prepare(config, log=lambda line: None)
 
 
@@ -126,7 +126,7 @@ module.prepare(config, log=lambda line: print(line, flush=True))
 
 
 def test_killed_at_any_moment_it_continues_to_the_same_bytes(tmp_path):
-    """kill -9 after a random number of batches, each time with another number of workers."""
+    """kill -9 after a random number of batches, each time with a different number of workers."""
     config = config_of(tmp_path)
     write_corpus(tmp_path / "in")
     prepare(config, log=lambda line: None)
@@ -146,7 +146,7 @@ def test_killed_at_any_moment_it_continues_to_the_same_bytes(tmp_path):
 
 
 def test_a_file_renamed_while_it_was_unfinished_is_noticed(tmp_path, monkeypatch):
-    """Documents counted in another order of the files would be written twice, and others not at all."""
+    """With files in another order, some documents would be written twice and others would be lost."""
     config = config_of(tmp_path)
     write_jsonl(tmp_path / "in" / "a.jsonl", TEXTS[:60])
     write_jsonl(tmp_path / "in" / "b.jsonl", TEXTS[60:])
@@ -165,7 +165,7 @@ def interrupted(*_):
     raise KeyboardInterrupt
 
 
-def test_a_full_disk_is_told_in_a_sentence_and_loses_nothing(tmp_path, monkeypatch):
+def test_a_full_disk_gives_one_sentence_and_loses_nothing(tmp_path, monkeypatch):
     config = config_of(tmp_path)
     write_corpus(tmp_path / "in")
     monkeypatch.setattr(module, "SAVE_INTERVAL_S", 0.0)
@@ -198,7 +198,7 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(tmp_path
 
 @pytest.mark.parametrize("corpus", ["openwebtext", "wikitext-2", "wikitext-103", "fineweb-edu-10bt", "tinystories"])
 def test_a_corpus_of_the_hub_comes_from_its_cache_or_fails_at_once(tmp_path, monkeypatch, corpus):
-    """Without a network: one sentence within ten seconds, and none where all shards are cached."""
+    """Without a network: one sentence within ten seconds, or success if all shards are cached."""
     settings = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "data" / f"{corpus}.yaml"))
     settings |= {"dir": str(tmp_path / "out"), "tokenizer": "byte", "expected_documents": None}
     config = DataConfig(**settings)
@@ -215,19 +215,19 @@ def test_a_corpus_of_the_hub_comes_from_its_cache_or_fails_at_once(tmp_path, mon
             path = cached / config.hub_files.replace("train-*", "*").replace("*.parquet", name)
             path.parent.mkdir(parents=True, exist_ok=True)
             write_parquet(path, [" = Title = \n", *TEXTS])
-        if i + 1 < shards:  # an interrupted download is not taken for the whole
+        if i + 1 < shards:  # an incomplete download is noticed
             with pytest.raises(UserError, match="is not in the hub's cache"):
                 prepare(config, log=lambda line: None)
     prepare(config, log=lambda line: None)
     assert open_tokens(config).train.size > 1000
-    shutil.rmtree(cached)  # what is prepared needs its source no more
+    shutil.rmtree(cached)  # prepared token files do not need their source
     said = []
     prepare(config, log=said.append)
     assert "is prepared already" in said[0]
 
 
 def offline(monkeypatch, cached):
-    """A hub that nobody reaches, whose cache is the folder `cached`."""
+    """Make the hub unreachable, with the folder `cached` as its cache."""
 
     def snapshot(*args, local_files_only=False, **kwargs):
         if not cached.exists():
@@ -242,7 +242,7 @@ def offline(monkeypatch, cached):
 
 
 @pytest.mark.parametrize(("key", "total"), [("documents", 300), ("tokens", 77)])
-def test_totals_that_are_not_those_of_the_pinned_corpus_are_refused(tmp_path, monkeypatch, gpt2_tokenizer, key, total):
+def test_wrong_totals_of_a_hub_corpus_are_refused(tmp_path, monkeypatch, gpt2_tokenizer, key, total):
     config = config_of(tmp_path, source=None, hub_id="a/b", hub_revision="c", hub_files="*.parquet")
     monkeypatch.setattr(module, "get_tokenizer", lambda name: gpt2_tokenizer)
     config.tokenizer = "gpt2"
@@ -250,7 +250,7 @@ def test_totals_that_are_not_those_of_the_pinned_corpus_are_refused(tmp_path, mo
     (tmp_path / "snapshot").mkdir()
     write_parquet(tmp_path / "snapshot" / "a.parquet", TEXTS)
     offline(monkeypatch, tmp_path / "snapshot")
-    with pytest.raises(UserError, match=rf"a/b gave [\d,]+ {key}, where {total + 1} are known of it"):
+    with pytest.raises(UserError, match=rf"a/b has [\d,]+ {key}, but revision c has {total + 1}; delete"):
         prepare(config, log=lambda line: None)
     assert not (tmp_path / "out" / "train.bin").exists()
 
@@ -270,17 +270,17 @@ def test_the_same_preparation_is_recognised_and_another_refused(tmp_path, monkey
     before = (tmp_path / "out" / "train.bin").stat()
     lines = []
     with monkeypatch.context() as patch:
-        patch.delattr(module, "get_tokenizer")  # nor is a vocabulary needed for that
+        patch.delattr(module, "get_tokenizer")  # no vocabulary is needed
         prepare(config, log=lines.append)
-    assert lines[0].endswith("is prepared already, with the same settings and from files of the same names and sizes.")
+    assert lines[0].endswith("is prepared already, with the same settings and from files of the same names and sizes")
     assert (tmp_path / "out" / "train.bin").stat() == before
     with pytest.raises(
-        UserError, match=r"was prepared with val_fraction=0\.2, not val_fraction=0\.5: choose another data"
+        UserError, match=r"was prepared with val_fraction=0\.2, not val_fraction=0\.5; choose another data"
     ):
         prepare(config_of(tmp_path, val_fraction=0.5))
 
 
-def test_progress_is_logged_where_no_terminal_is(tmp_path, monkeypatch):
+def test_progress_is_logged_without_a_terminal(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "LOG_INTERVAL_S", 0.0)
     monkeypatch.setattr(module, "BATCH_DOCUMENTS", 100)
     config = config_of(tmp_path)
@@ -292,7 +292,7 @@ def test_progress_is_logged_where_no_terminal_is(tmp_path, monkeypatch):
 
 
 def invalid_utf8():
-    """Strings as parquet holds them, the third of which is none."""
+    """Return parquet strings, the third of which is not valid UTF-8."""
     return pa.array([b"a", b"b", b"\xff", b"d"]).view(pa.string())
 
 
@@ -306,7 +306,7 @@ def broken(name, content):
     return lambda folder: (folder / name).write_bytes(content)
 
 
-def test_a_file_that_goes_after_it_was_found_is_named(tmp_path):
+def test_a_file_that_disappears_is_named(tmp_path):
     with pytest.raises(UserError, match=r"a\.txt cannot be read .*No such file"):
         Corpus([tmp_path / "a.txt"], DataConfig("text", str(tmp_path / "out"), "byte", source=str(tmp_path)))
 
@@ -316,13 +316,16 @@ def test_a_file_that_goes_after_it_was_found_is_named(tmp_path):
     [
         (lambda folder: None, r"data\.source=.* matches no file"),
         (lambda folder: write_parquet(folder / "a.parquet", TEXTS, "body"), r"a\.parquet has no column text.*body, id"),
-        (lambda folder: write_parquet(folder / "a.parquet", [1, 2]), r"a\.parquet row 1 holds a int in text"),
+        (lambda folder: write_parquet(folder / "a.parquet", [1, 2]), r"a\.parquet row 1 holds int in text"),
         (broken("a.parquet", b"PAR1 and nothing more"), r"a\.parquet cannot be read from row 1 on"),
-        (broken("a.jsonl", b'{"text": "a"}\n{"text": \n'), r"a\.jsonl row 2 is no JSON"),
-        (broken("a.jsonl", b'{"text": "a"}\n{"body": "b"}\n'), r"a\.jsonl row 2 has no key text, only body"),
-        (broken("a.jsonl", b'{"text": "a"}\n{"text": ' + b"1" * 5000 + b"}\n"), r"a\.jsonl row 2 is no JSON"),
-        (broken("a.jsonl", b"[1]\n"), r"a\.jsonl row 1 has no key text, no object"),
-        (broken("a.jsonl", b'{"text": 3}\n'), r"a\.jsonl row 1 holds a int in text"),
+        (broken("a.jsonl", b'{"text": "a"}\n{"text": \n'), r"a\.jsonl row 2 is not JSON"),
+        (
+            broken("a.jsonl", b'{"text": "a"}\n{"body": "b"}\n'),
+            r"a\.jsonl row 2 has no key text; set .* to one of body",
+        ),
+        (broken("a.jsonl", b'{"text": "a"}\n{"text": ' + b"1" * 5000 + b"}\n"), r"a\.jsonl row 2 is not JSON"),
+        (broken("a.jsonl", b"[1]\n"), r"a\.jsonl row 1 is not a JSON object"),
+        (broken("a.jsonl", b'{"text": 3}\n'), r"a\.jsonl row 1 holds int in text"),
         (
             broken("a.jsonl.gz", pa.compress(b'{"text": "a"}\n' * 99, codec="gzip", asbytes=True)[:-9]),
             r"a\.jsonl\.gz cannot be read from row",
@@ -338,7 +341,10 @@ def test_a_file_that_goes_after_it_was_found_is_named(tmp_path):
             r"a\.parquet cannot be read from row 3 on",
         ),
         (truncated_parquet, r"a\.parquet cannot be read"),
-        (broken("a.txt", b"the only one"), r"There is one document, .* give more, or data\.document_start"),
+        (
+            broken("a.txt", b"the only one"),
+            r"fewer than 2 documents, .* give more text, or set data\.document_start",
+        ),
     ],
     ids=[
         "no file",
@@ -359,7 +365,7 @@ def test_a_file_that_goes_after_it_was_found_is_named(tmp_path):
         "one document",
     ],
 )
-def test_what_cannot_be_prepared_is_named(tmp_path, write, message):
+def test_unreadable_corpora_are_named(tmp_path, write, message):
     config = config_of(tmp_path)
     write(tmp_path / "in")
     with pytest.raises(UserError, match=message):
@@ -377,5 +383,5 @@ def test_other_corpora_need_no_preparation(tmp_path):
 @pytest.mark.parametrize(
     ("name", "is_text"), [("about.jsonl.1.txt", True), ("a.txt.gz", True), ("a.jsonl.gz", False), ("a.parquet", False)]
 )
-def test_the_end_of_a_name_tells_what_a_file_is(name, is_text):
+def test_the_ending_of_a_name_decides_the_format(name, is_text):
     assert readers._is_text(Path(name)) is is_text

@@ -7,7 +7,7 @@ import pytest
 from data import stdlib
 from data.config import DataConfig
 from data.tokenizers import get_tokenizer
-from data.tokens import open_tokens, split_of
+from data.tokens import open_tokens
 from errors import UserError
 
 
@@ -33,7 +33,7 @@ def test_every_document_is_a_module_of_its_split(built):
     byte = get_tokenizer("byte")
     documents = {"train": [], "val": []}
     for name, text in stdlib.read_files(stdlib.source_files()):
-        documents[split_of(name, config)] += [*byte.encode(text), byte.eot]
+        documents[stdlib.split_of(name, config)] += [*byte.encode(text), byte.eot]
     assert np.array_equal(tokens.train, documents["train"])
     assert np.array_equal(tokens.val, documents["val"])
 
@@ -53,7 +53,7 @@ def test_building_twice_gives_the_same_files(built, tmp_path):
     assert first == second
 
 
-def test_is_rebuilt_only_where_the_python_or_the_settings_differ(tmp_path, monkeypatch):
+def test_is_rebuilt_only_if_the_python_or_the_settings_differ(tmp_path, monkeypatch):
     monkeypatch.setattr(
         stdlib, "source_files", lambda: ["argparse.py", "ast.py", "bisect.py", "cmd.py", "json/tool.py"]
     )

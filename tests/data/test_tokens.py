@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from data.config import DataConfig
-from data.tokens import TokenWriter, open_tokens, publish
+from data.token_files import TokenWriter, publish
+from data.tokens import open_tokens
 from errors import UserError
 
 DOCUMENTS = [("train", [1, 2, 3]), ("val", [4]), ("train", []), ("train", [5, 6])]
@@ -33,7 +34,7 @@ def corpus(tmp_path):
     return tmp_path / "corpus"
 
 
-def test_what_was_written_is_opened(corpus):
+def test_written_files_are_opened(corpus):
     tokens = open_tokens(config_of(corpus))
     assert tokens.train.tolist() == [1, 2, 3, 256, 256, 5, 6, 256]
     assert tokens.val.tolist() == [4, 256]
@@ -58,29 +59,29 @@ def test_nanogpt_files_work_as_they_are(tmp_path):
 
 def test_a_missing_file_names_the_preparation(tmp_path):
     with pytest.raises(
-        UserError, match=r"train\.bin does not exist: .*python -m data\.prepare data=text data\.source="
+        UserError, match=r"train\.bin does not exist; .*python -m data\.prepare data=text data\.source="
     ):
         open_tokens(config_of(tmp_path, name="text"))
-    with pytest.raises(UserError, match=r"train\.bin does not exist: set data\.dir"):
+    with pytest.raises(UserError, match=r"train\.bin does not exist; set data\.dir"):
         open_tokens(config_of(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["wikitext-2", "tokens"])
-def test_a_preparation_that_has_not_ended_is_to_be_continued_not_deleted(tmp_path, name):
+def test_an_unfinished_preparation_is_continued_not_deleted(tmp_path, name):
     config = DataConfig(name=name, dir=str(tmp_path / "there"), tokenizer="gpt2")
     (tmp_path / "there" / "unfinished").mkdir(parents=True)
-    with pytest.raises(UserError, match="its preparation has not ended; run .* as before, which goes on") as refusal:
+    with pytest.raises(UserError, match="its preparation is unfinished, so run the same .* again") as refusal:
         open_tokens(config)
     assert "delete" not in str(refusal.value)
 
 
-def test_nothing_is_to_be_deleted_where_nothing_is(tmp_path):
+def test_only_existing_files_are_to_be_deleted(tmp_path):
     config = DataConfig(name="wikitext-2", dir=str(tmp_path / "there"), tokenizer="gpt2")
-    with pytest.raises(UserError, match=r"does not exist: run `python -m data\.prepare data=wikitext-2 data\.dir="):
+    with pytest.raises(UserError, match=r"does not exist; run `python -m data\.prepare data=wikitext-2 data\.dir="):
         open_tokens(config)
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "val.bin").write_bytes(b"ab")
-    with pytest.raises(UserError, match=r"does not exist: delete what .* holds and run `python -m data\.prepare"):
+    with pytest.raises(UserError, match=r"does not exist; delete the files in .* and run `python -m data\.prepare"):
         open_tokens(config)
 
 
@@ -101,7 +102,7 @@ def test_a_truncated_file_is_refused(corpus, size, message):
 
 
 def test_another_tokenizer_is_refused(corpus):
-    with pytest.raises(UserError, match=r"meta\.json says that its tokens are byte's, not gpt2's: set data\.tokenizer"):
+    with pytest.raises(UserError, match=r"data\.tokenizer=gpt2 does not match .*meta\.json, whose tokens are byte's"):
         open_tokens(config_of(corpus, tokenizer="gpt2"))
 
 
@@ -112,15 +113,15 @@ def test_a_foreign_meta_is_refused(corpus, text):
         open_tokens(config_of(corpus))
 
 
-def test_a_file_is_no_folder_of_tokens(corpus):
-    with pytest.raises(UserError, match=r"data\.dir=.*train\.bin is a file: name the folder"):
+def test_a_file_is_not_a_folder_of_tokens(corpus):
+    with pytest.raises(UserError, match=r"data\.dir=.*train\.bin is a file; give the folder"):
         open_tokens(config_of(corpus / "train.bin"))
 
 
 def test_a_split_without_documents_is_refused_and_leaves_nothing(tmp_path):
-    with pytest.raises(UserError, match=r"There is one document, and train\.bin and val\.bin need one each"):
+    with pytest.raises(UserError, match="the corpus has fewer than 2 documents"):
         write_all(tmp_path, DOCUMENTS[:1])
-    with pytest.raises(UserError, match=r"None of the 2 documents fell into val\.bin: raise data\.val_fraction"):
+    with pytest.raises(UserError, match=r"none of the 2 documents fell into val\.bin; raise data\.val_fraction"):
         write_all(tmp_path, DOCUMENTS[:1] * 2)
     assert not list(tmp_path.iterdir())
 
@@ -128,7 +129,8 @@ def test_a_split_without_documents_is_refused_and_leaves_nothing(tmp_path):
 def test_a_writer_goes_on_where_it_was_last_saved(tmp_path):
     with TokenWriter(tmp_path, SETTINGS) as writer:
         write(writer, DOCUMENTS[:2])
-        writer.save([0, 2])
+        writer.position = [0, 2]
+        writer.save()
         write(writer, [("train", [9, 9])])  # lost with the process
     with TokenWriter(tmp_path, SETTINGS) as writer:
         assert writer.position == [0, 2]
@@ -141,21 +143,22 @@ def test_a_writer_goes_on_where_it_was_last_saved(tmp_path):
 
 def test_unfinished_files_of_other_settings_are_refused_and_kept(tmp_path):
     with TokenWriter(tmp_path, SETTINGS) as writer:
-        writer.save([0, 0])
-    with pytest.raises(UserError, match="was begun with name=text, not name=other: finish that first"):
+        writer.position = [0, 0]
+        writer.save()
+    with pytest.raises(UserError, match="was begun with name=text, not name=other; finish that first"):
         TokenWriter(tmp_path, {"name": "other"})
     with TokenWriter(tmp_path, SETTINGS) as writer:
         assert writer.position == [0, 0]
 
 
 def test_two_processes_do_not_write_the_same_files(tmp_path):
-    with TokenWriter(tmp_path, SETTINGS), pytest.raises(UserError, match="Another process is writing to"):
+    with TokenWriter(tmp_path, SETTINGS), pytest.raises(UserError, match="another process writes to"):
         TokenWriter(tmp_path, SETTINGS)
 
 
 @pytest.mark.parametrize("moved", [0, 1, 2])
 def test_a_kill_between_the_moves_of_finished_files_does_no_harm(corpus, moved):
-    """They are moved one after another; a process killed among them has left the rest in the scratch folder."""
+    """The files are moved one after another, so a killed process may leave some in the scratch folder."""
     before = {file.name: file.read_bytes() for file in corpus.iterdir()}
     (corpus / "unfinished").mkdir()
     for name in ("train.bin", "val.bin", "meta.json")[moved:]:

@@ -1,5 +1,4 @@
-"""How accurate an attention is: its error against fp64 beside that of torch's own math attention in the same dtype; and
-whether another kernel's error is that of rounding alone."""
+"""Accuracy of an attention (its error against fp64 beside the error of torch's math attention) and of other kernels."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -34,7 +33,7 @@ class Case(NamedTuple):
 
 
 def draw(case: Case, device: str, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v and dout of a case."""
+    """Return q, k, v and dout of a case."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(length: int, heads: int) -> Tensor:
@@ -46,21 +45,21 @@ def draw(case: Case, device: str, seed: int = 0) -> tuple[Tensor, Tensor, Tensor
 
 
 def outcome(attention: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
-    """The output of attention(q, k, v) and the three gradients."""
+    """Return the output of attention(q, k, v) and its three gradients."""
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     out = attention(q, k, v)
     return out.detach(), *torch.autograd.grad(out, (q, k, v), dout.to(out.dtype))
 
 
 def exact(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
-    """Standard attention in fp64."""
+    """Return the outcome of standard attention in fp64."""
     scale = case.head_dim**-0.5
     doubles = (x.double() for x in (q, k, v, dout))
     return outcome(lambda q, k, v: standard_attention(q, k, v, causal=case.causal, scale=scale), *doubles)
 
 
 def yardstick(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
-    """torch's math attention in the inputs' dtype."""
+    """Return the outcome of torch's math attention in the inputs' dtype."""
     mask = visible(case.seq_q, case.seq_k, q.device) if case.causal else None
 
     def math(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -72,14 +71,15 @@ def yardstick(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tupl
 
 
 def assert_as_accurate(case: Case, got: tuple[Tensor, ...], inputs: tuple[Tensor, ...], factor: float = 2) -> None:
-    """The error of out, dq, dk and dv, in the Frobenius norm, is at most `factor` times that of torch's math attention.
+    """Check that the errors of out, dq, dk and dv are at most `factor` times the errors of torch's math attention.
 
-    A gradient that is exactly zero, as where each query sees one key, has to vanish to fp32's rounding.
+    The errors are Frobenius norms. A gradient that is exactly zero, for example because each query sees one key, must
+    be zero up to fp32's rounding.
     """
     for name, x, reference, theirs in zip(NAMES, got, exact(case, *inputs), yardstick(case, *inputs), strict=True):
         error = (x.double() - reference).norm()
         allowed = factor * (theirs.double() - reference).norm()
-        allowed = max(allowed, 2 * torch.finfo(torch.float32).eps * reference.norm())  # theirs may be exact
+        allowed = max(allowed, 2 * torch.finfo(torch.float32).eps * reference.norm())  # torch's error may be zero
         if reference.norm() < 1e-6 * reference.numel() ** 0.5:
             allowed = 1e-5 * reference.numel() ** 0.5
         assert x.shape == reference.shape and x.dtype == case.dtype, name
@@ -87,6 +87,9 @@ def assert_as_accurate(case: Case, got: tuple[Tensor, ...], inputs: tuple[Tensor
 
 
 def is_rounded(found: Tensor, wanted: Tensor, roundings: float = 1) -> bool:
-    """Whether the error of `found` is that of rounding fp64's result so many times, and fp32's on the way."""
+    """Return whether the error of `found` is at most `roundings` times the error of rounding the fp64 result `wanted`.
+
+    The error of an fp32 computation is allowed on top.
+    """
     rounding = (wanted.to(found.dtype).double() - wanted).norm()
     return bool((found.double() - wanted).norm() <= 1.05 * roundings * rounding + 2e-6 * wanted.norm())

@@ -1,4 +1,4 @@
-"""AdamW's kernel against torch.optim.AdamW in fp64; where there is no GPU it runs in the interpreter."""
+"""AdamW's kernel against torch.optim.AdamW in fp64. Without a GPU it runs in the interpreter."""
 
 import pytest
 import torch
@@ -6,15 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from kernels.adamw.triton_kernel import CHUNK, adamw_
+from kernels.adamw.triton_kernels import CHUNK, adamw_
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-STATE = {"exp_avg": 1e-7, "exp_avg_sq": 1e-12}  # what may be lost of gradients around 1 that cancel, and of squares
+STATE = {"exp_avg": 1e-7, "exp_avg_sq": 1e-12}  # absolute errors, for gradients around 1 that cancel, and for squares
 SIZES = st.lists(st.sampled_from([0, 1, 5, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 7]), min_size=1, max_size=4)
 
 
 def made(size: int, offset: int) -> Tensor:
-    """So many numbers, beginning so many after an address that is a multiple of 16 bytes."""
+    """Return `size` random numbers that start `offset` elements after a multiple of 16 bytes."""
     return torch.randn(size + offset).to(DEVICE)[offset:]
 
 
@@ -28,10 +28,10 @@ def made(size: int, offset: int) -> Tensor:
     seed=st.integers(0, 2**31),
 )
 @settings(max_examples=40, deadline=None)
-def test_steps_are_those_of_torch_in_fp64(sizes, offset, betas, decay, scale, steps, seed):
-    """`steps` tells which of the gradients are finite; the others leave no trace.
+def test_steps_match_torch_in_fp64(sizes, offset, betas, decay, scale, steps, seed):
+    """`steps` says which gradients are finite. The others must not change anything.
 
-    No second moment forgets faster than the first: by a small one rounding would show in the steps.
+    beta2 is at least beta1. Otherwise a small second moment would amplify rounding errors.
     """
     torch.manual_seed(seed)
     weights = [made(size, offset) for size in sizes]
@@ -58,8 +58,8 @@ def test_steps_are_those_of_torch_in_fp64(sizes, offset, betas, decay, scale, st
 
 
 @pytest.mark.parametrize("beta", [0.9, 0.95, 0.999, 0.99999])
-def test_early_steps_are_unbiased_however_near_beta_is_to_one(beta):
-    """After equal gradients g the unbiased moments are g and g^2: each step is lr, whatever beta."""
+def test_early_steps_are_unbiased_for_beta_near_one(beta):
+    """After equal gradients g the unbiased moments are g and g^2, so each step is lr for any beta."""
     weight, count = torch.zeros(1, device=DEVICE), torch.zeros((), device=DEVICE)
     gradient, first, second = torch.full_like(weight, 0.5), torch.zeros_like(weight), torch.zeros_like(weight)
     one, config = torch.ones((), device=DEVICE), {"lr": 1.0, "eps": 1e-30, "weight_decay": 0.0}
@@ -69,7 +69,7 @@ def test_early_steps_are_unbiased_however_near_beta_is_to_one(beta):
         assert weight.item() == pytest.approx(-step, rel=2e-5 if beta < 0.9999 else 2e-3)
 
 
-def test_what_the_kernel_cannot_read_is_refused():
+def test_unsupported_tensors_are_refused():
     x, one = [torch.zeros(4, 4, device=DEVICE)], torch.ones((), device=DEVICE)
     config = {"lr": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0}
     for bad in (x[0].double(), x[0][:, :2]):

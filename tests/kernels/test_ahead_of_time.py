@@ -1,4 +1,4 @@
-"""Every kernel compiles for the GPUs we name, and fits their shared memory, on a machine that has none of them."""
+"""Every kernel compiles for the GPUs that the README names, and fits their shared memory, on a machine without them."""
 
 import json
 import math
@@ -12,13 +12,14 @@ from kernels.common.launching import triton_version
 from tests.e2e import ROOT, python_path
 from tests.kernels import ahead_of_time
 from tests.kernels.ahead_of_time import SHAPES, SHARED_MEMORY
+from tests.kernels.machine_code import lost_operands, spills_beside_products
 
-pytestmark = pytest.mark.timeout(900)  # three minutes on two cores that do nothing else, without a cache
+pytestmark = pytest.mark.timeout(900)  # takes three minutes on two idle cores without a cache
 
 
 @pytest.fixture(scope="module")
 def compiled() -> list[dict]:
-    """A row per kernel, shape and target."""
+    """Compile everything, and return one row per kernel, shape and target."""
     command = [sys.executable, "-m", "tests.kernels.ahead_of_time"]
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": python_path()}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -34,43 +35,51 @@ def test_kernels_compile_and_fit(target, compiled):
         assert row["shared"] <= SHARED_MEMORY[target], row
 
 
-@pytest.mark.skipif(triton_version() < (3, 7), reason="older ones serialise tiles that were measured as the fastest")
-def test_tuned_tiles_of_hopper_spill_no_registers_and_keep_the_tensor_cores_busy(compiled):
-    tuned = [row for row in compiled if row["target"] == "sm_90" and len(row.get("shape", [])) == 5]
-    assert len(tuned) == 3 * len(ahead_of_time.tuned())
-    specialised = [row for row in compiled if "specialised" in row]
-    assert [row["specialised"] for row in specialised] == json.loads(json.dumps(ahead_of_time.specialised()))
-    others = [row for row in compiled if row["target"] == "sm_90" and "other" in row]
-    assert len(others) == len(ahead_of_time.DTYPES) * len(ahead_of_time.others("bf16"))
-    baselines = [row for row in compiled if row["target"] == "sm_90" and "baseline" in row]
-    assert len(baselines) == 14
-    fused = [row for row in compiled if "fused" in row]
-    assert len(fused) == len(ahead_of_time.fused())
-    for row in tuned + specialised + others + baselines + fused:
+def allowed_spills(row: dict) -> float:
+    """Return the bytes of registers that a kernel for sm_90 may spill."""
+    if row["group"] == "flash1":
+        return math.inf  # its fastest tiles spill
+    if row["group"] == "fused":
+        return 32  # a few words of GELU's epilogue, which runs beside the products
+    if row["group"] != "hopper":
+        return 0
+    pass_, head_dim, _, _, dropout, config = row["name"]
+    if pass_ == "forward" and config[2] == 3:
+        return 640  # three consumers share the registers; they spill state of the next tile, outside of the loop
+    if pass_ == "forward" and config[0] == 128:
+        return 160 if head_dim > 80 else 8  # the same, for blocks of 128 keys
+    if pass_ == "backward" and 128 in (head_dim, config[0]):
+        return 160  # the position in the loops, outside of the inner loop
+    return 48 if dropout else 0
+
+
+@pytest.mark.skipif(triton_version() < (3, 7), reason="older versions serialise tiles that were measured as fastest")
+def test_kernels_for_hopper_spill_few_registers_and_keep_the_tensor_cores_busy(compiled):
+    rows = {
+        group: [row for row in compiled if row["target"] == "sm_90" and row["group"] == group]
+        for group in ("tuned", "hopper", "other", "block_sparse", "flash1", "fused")
+    }
+    assert len(rows["tuned"]) == 3 * len(ahead_of_time.tuned_jobs())
+    assert [row["name"] for row in rows["hopper"]] == json.loads(json.dumps(ahead_of_time.hopper_jobs()))
+    assert len(rows["other"]) == len(ahead_of_time.DTYPES) * len(ahead_of_time.others("bf16"))
+    assert (len(rows["block_sparse"]), len(rows["flash1"])) == (4, 10)
+    assert len(rows["fused"]) == len(ahead_of_time.fused_jobs())
+    for row in [row for group in rows.values() for row in group]:
         assert not row["serialised"], row
-        # flash1's tiles are fastest where some are spilled; a few words of GELU's epilogue, which runs beside products;
-        # from tile to tile, outside of the loop, what the forward with blocks of 128 keys knows of the next tile, and
-        # most where three consumers share the registers; and outside of the inner loop what the backward of heads of
-        # 128, or of 128 queries at a time, knows of its place; and a little with dropout
-        pass_, head_dim, *_, drops, config = row.get("specialised", ("", 0, False, ()))
-        wide = head_dim > 80 and config[0] == 128 if pass_ == "forward" else pass_ and 128 in (head_dim, config[0])
-        three = pass_ == "forward" and config[-1] == 3
-        few = 32 if "fused" in row else 8 if pass_ == "forward" and config[0] == 128 else 48 if drops else 0
-        allowed = math.inf if "flash1" in row.get("baseline", "") else 640 if three else 160 if wide else few
-        assert row["spilled"] <= allowed, row
+        assert row["spilled"] <= allowed_spills(row), row
         assert row.get("beside_products", 0) == 0, row
 
 
-def test_no_loop_of_the_backward_loses_an_operand_it_holds(compiled):
-    """The forward's loops are left out: P of one round is multiplied in the next, and Q changes from tile to tile."""
-    if not ahead_of_time.specialised():
-        pytest.skip("the specialised kernels are for Triton 3.6 and later")
-    backward = [row for row in compiled if row.get("specialised", [""])[0] == "backward"]
+def test_no_loop_of_the_backward_pass_loses_an_operand_that_it_holds(compiled):
+    """The forward pass is left out: its loops multiply P in the next round, and Q changes from tile to tile."""
+    if not ahead_of_time.hopper_jobs():
+        pytest.skip("the warp-specialised kernels need Triton 3.6 or later")
+    backward = [row for row in compiled if row["group"] == "hopper" and row["name"][0] == "backward"]
     assert backward and all(row["lost"] == [] for row in backward), backward
 
 
 def test_a_lost_operand_is_seen():
-    """Of two held in a loop, R8 to R11 and R16 to R19, the second is overwritten; R4 to R7 are made anew each round."""
+    """The loop holds R8 to R11 and R16 to R19, and overwrites R18. R4 to R7 are set again in each round."""
     body = [
         "HGMMA.64x64x16.F32.BF16 R24, R8, gdesc[UR4], RZ, !UPT",
         "HGMMA.64x64x16.F32.BF16 R56, R16, gdesc[UR4], RZ, !UPT, gsb0",
@@ -83,12 +92,12 @@ def test_a_lost_operand_is_seen():
         "@P0 BRA 0x0110",
     ]
     code = "\n".join(f"/*{16 * i:04x}*/   {text} ;" for i, text in enumerate(["LDSM.16.M88.4 R8, [R2]", *body], 16))
-    assert ahead_of_time.lost_operands(code) == ["R18"]
+    assert lost_operands(code) == ["R18"]
 
 
-def test_what_is_spilled_beside_products_is_counted():
-    """In the shorter of two loops of products; not what is stored before it, nor loaded in the loop around it."""
+def test_spills_beside_products_are_counted():
+    """Only the inner loop counts, not a store before it or a load in the loop around it."""
     body = ["STL [R1], R8", "HGMMA.64x64x16.F32.BF16 R24, R8, gdesc[UR4], RZ", "LDL R8, [R1]", "@P0 BRA 0x0110"]
     body += ["LDL R9, [R1+0x4]", "@P1 BRA 0x0140", "@P2 BRA 0x0100"]
     code = "\n".join(f"/*{16 * i:04x}*/   {text} ;" for i, text in enumerate(body, 16))
-    assert ahead_of_time.spills_beside_products(code, 1) == 1
+    assert spills_beside_products(code, 1) == 1

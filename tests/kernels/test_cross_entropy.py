@@ -1,5 +1,7 @@
-"""Cross-entropy over a linear head against fp64, beside torch's own in the same dtype; where there is no GPU the Triton
-kernel runs in the interpreter."""
+"""Cross-entropy over a linear head against fp64, beside torch's own in the same dtype.
+
+Without a GPU the Triton kernels run in the interpreter.
+"""
 
 from types import SimpleNamespace
 
@@ -15,7 +17,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def reference(logits: torch.Tensor, targets: torch.Tensor, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Losses and the gradient of their sum by autograd, in the dtype of the logits."""
+    """Return the losses and the gradient of their sum by autograd, in the dtype of the logits."""
     logits = logits.detach().requires_grad_()
     losses = F.cross_entropy(logits[:, :vocab_size], targets, reduction="none")
     return losses.detach(), torch.autograd.grad(losses.sum(), logits)[0]
@@ -30,8 +32,8 @@ def reference(logits: torch.Tensor, targets: torch.Tensor, vocab_size: int) -> t
 def test_losses_and_gradients_are_as_accurate_as_torchs(implementation, dtype, rows, vocab_size, padded):
     torch.manual_seed(vocab_size)
     logits = (4 * torch.randn(rows, padded)).to(DEVICE, dtype)
-    logits[:, vocab_size:] = 1e4  # would be all of the softmax
-    logits[0, 0] = 60  # a row that is sure of one token
+    logits[:, vocab_size:] = 1e4  # would dominate the softmax
+    logits[0, 0] = 60  # a row that predicts one token with certainty
     targets = torch.randint(vocab_size, (rows,), device=DEVICE)
     targets[-1] = vocab_size - 1
     exact_losses, exact = reference(logits.double(), targets, vocab_size)
@@ -41,15 +43,15 @@ def test_losses_and_gradients_are_as_accurate_as_torchs(implementation, dtype, r
     assert losses.dtype == torch.float32
     torch.testing.assert_close(losses.double(), exact_losses, rtol=2e-6, atol=1e-5)
     assert found[:, vocab_size:].eq(0).all()
-    rounded = theirs.to(dtype).double()  # no result in this dtype can be nearer
+    rounded = theirs.to(dtype).double()  # no result in this dtype can be closer
     assert (found.double() - exact).norm() <= 1.05 * (rounded - exact).norm() + 1e-6 * rows
 
 
 def draw(rows: int, vocab_size: int, depth: int, dtype: torch.dtype, offset: float = -30) -> tuple[torch.Tensor, ...]:
-    """Hidden states, weight with rows of padding that would be all of the softmax, and targets as likely as they are.
+    """Return hidden states, a weight with rows of padding that would dominate the softmax, and sampled targets.
 
-    All logits are about `offset`, as GPT-2's share one; of several rows the first is all but sure of its target, and a
-    target does not count.
+    All logits are near `offset`, as GPT-2's share an offset. With several rows, the first one predicts its target with
+    near certainty, and one target is ignored.
     """
     torch.manual_seed(rows)
     hidden, weight = torch.randn(rows, depth), 3 * depth**-0.5 * torch.randn(-(-vocab_size // 64) * 64, depth)
@@ -64,15 +66,15 @@ def draw(rows: int, vocab_size: int, depth: int, dtype: torch.dtype, offset: flo
 
 
 def exact_losses(hidden, weight, targets, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """In fp64: losses, their gradient by the logits, and the logits beyond the target's; zeros where none counts."""
+    """Return in fp64 the losses, their gradient by the logits, and the logits minus the target's; zero if ignored."""
     logits, counts = (hidden.double() @ weight.double().T)[:, :vocab_size], targets >= 0
     losses, gradient = reference(logits, targets.clamp(min=0), vocab_size)
     beyond = logits - logits.gather(1, targets.clamp(min=0)[:, None])
     return losses * counts, gradient * counts[:, None], beyond * counts[:, None]
 
 
-def made_good(out: torch.Tensor, scales: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The gradient by the logits, in fp64, that relative losses leave as a product of three."""
+def completed(out: torch.Tensor, scales: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the gradient by the logits in fp64 from relative_losses' out and scales."""
     whole, (scale, rest) = out.double(), scales.double()
     return whole.scatter_add_(1, targets.clamp(min=0)[:, None], rest[:, None]) * scale[:, None]
 
@@ -86,20 +88,20 @@ RELATIVE = [(1, 50257, 768), (200, 50257, 64), (1000, 50257, 1600), (9000, 5000,
 
 @pytest.mark.parametrize("offset", [0, -30])
 @pytest.mark.parametrize(("rows", "vocab_size", "depth"), [(1, 257, 16), (60, 1100, 300)])
-def test_relative_losses_err_by_no_more_than_their_roundings(rows, vocab_size, depth, offset):
-    """Of a logit beyond the target's, which moves the loss by its probability's share, and of its exponential."""
+def test_errors_of_relative_losses_are_those_of_rounding(rows, vocab_size, depth, offset):
+    """Two numbers are rounded: a logit minus the target's, weighted by its probability, and its exponential."""
     hidden, weight, targets = draw(rows, vocab_size, depth, torch.bfloat16, offset)
     out = torch.full((rows, len(weight)), float("nan"), dtype=torch.bfloat16, device=DEVICE)
     losses, scales = definition.relative_losses(hidden, weight, targets, vocab_size, out)
     expected, gradient, beyond = exact_losses(hidden, weight, targets, vocab_size)
     unit = torch.finfo(out.dtype).eps / 2
-    moved = 1.02 * unit * beyond.abs()  # of the first order, and a little
+    moved = 1.02 * unit * beyond.abs()  # first order, and 2 % for the rest
     of_loss = ((beyond - expected[:, None]).exp() * moved).sum(1, keepdim=True) + 1e-5
     assert losses.dtype == scales.dtype == torch.float32
     assert ((losses - expected).abs() <= of_loss[:, 0]).all()
     assert out[:, vocab_size:].eq(0).all() and scales[:, targets < 0].eq(0).all()
     own = torch.arange(vocab_size, device=DEVICE) == targets[:, None]
-    error = (made_good(out, scales, targets)[:, :vocab_size] - gradient).abs()
+    error = (completed(out, scales, targets)[:, :vocab_size] - gradient).abs()
     share = (gradient + own.double()).abs()  # the probability
     bound = 1.02 * (share * (moved + of_loss) + unit * gradient.abs() * ~own) + 1e-5
     assert (error <= bound * (targets >= 0)[:, None]).all()
@@ -107,7 +109,7 @@ def test_relative_losses_err_by_no_more_than_their_roundings(rows, vocab_size, d
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize(("rows", "vocab_size", "depth"), [(1, 257, 16), (35, 1100, 300)])
-def test_what_is_left_before_and_after_the_product_is_the_definitions(rows, vocab_size, depth, dtype):
+def test_the_kernels_around_the_product_match_the_definition(rows, vocab_size, depth, dtype):
     hidden, weight, targets = draw(rows, vocab_size, depth, dtype)
     wanted = hidden.new_empty(rows, len(weight))
     losses, scales = definition.relative_losses(hidden, weight, targets, vocab_size, wanted)
@@ -121,9 +123,9 @@ def test_what_is_left_before_and_after_the_product_is_the_definitions(rows, voca
     torch.testing.assert_close((ours[0], ours[1][0]), (losses, scales[0]), rtol=1e-5, atol=1e-5)
     counts = targets >= 0
     torch.testing.assert_close(out[counts], wanted[counts], rtol=max(torch.finfo(dtype).eps, 1e-6), atol=1e-5)
-    whole = [made_good(*of, targets).gather(1, own) for of in ((out, ours[1]), (wanted, scales))]
-    torch.testing.assert_close(*whole, rtol=1e-5, atol=1e-5)  # 1 - l, whichever way it was rounded
-    scales[1] *= 1000  # by which a rest is seen
+    whole = [completed(*of, targets).gather(1, own) for of in ((out, ours[1]), (wanted, scales))]
+    torch.testing.assert_close(*whole, rtol=1e-5, atol=1e-5)  # 1 - l, rounded in either direction
+    scales[1] *= 1000  # makes the rests visible
     given = hidden.flip(0), hidden, weight, targets, scales
     (mine, *others), (theirs, *_) = ([x.clone() for x in given] for _ in range(2))
     scaled = triton_kernels.rescale_(mine, *others), definition.rescale_(theirs, *others)
@@ -135,9 +137,9 @@ def test_what_is_left_before_and_after_the_product_is_the_definitions(rows, voca
 
 @pytest.mark.parametrize("rescale_", [definition.rescale_, triton_kernels.rescale_], ids=["definition", "Triton"])
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_scales_of_rows_reach_both_gradients(weight_dtype, rescale_, monkeypatch):
-    """By the definition of Hopper's losses, in chunks."""
-    monkeypatch.setattr(op, "CHUNK", (4, 16))
+def test_scales_of_rows_apply_to_both_gradients(weight_dtype, rescale_, monkeypatch):
+    """Uses the definition of Hopper's losses, in parts."""
+    monkeypatch.setattr(op, "PART_TOKENS", (4, 16))
     relative = SimpleNamespace(losses=lambda *of: definition.relative_losses(*of[:4], of[5]), rescale_=rescale_)
     monkeypatch.setattr(op, "implementation", lambda *of: relative)
     hidden, weight, targets = draw(50, 1000, 32, torch.bfloat16)
@@ -154,20 +156,20 @@ def test_scales_of_rows_reach_both_gradients(weight_dtype, rescale_, monkeypatch
 
 def hopper_losses():
     if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("of Hopper alone")
+        pytest.skip("needs Hopper")
     from kernels.cross_entropy import hopper
 
     return hopper.losses
 
 
-# A ragged tile of rows and of columns, one step, and more tiles of rows than are walked over at a time.
+# Ragged tiles of rows and of columns, one step, and more tiles of rows than run at a time.
 @pytest.mark.gpu
 @pytest.mark.parametrize("offset", [0, -30])
 @pytest.mark.parametrize(("rows", "vocab_size", "depth"), RELATIVE)
-def test_hoppers_losses_are_the_definitions(rows, vocab_size, depth, offset):
-    """But for sums in another order, by which some numbers are rounded to a neighbour: less than rounding does itself.
+def test_hoppers_losses_match_the_definition(rows, vocab_size, depth, offset):
+    """Sums in another order round some numbers differently. This must change less than rounding itself.
 
-    Truncating, a bound on logits that is too low, or sums that are 1 % off would do more.
+    Truncation, a too low limit on logits, or sums that are off by 1 % would change more.
     """
     losses_of, given = hopper_losses(), draw(rows, vocab_size, depth, torch.bfloat16, offset)
     out = torch.full((rows, len(given[1])), float("nan"), dtype=torch.bfloat16, device=DEVICE)
@@ -178,13 +180,13 @@ def test_hoppers_losses_are_the_definitions(rows, vocab_size, depth, offset):
     assert (losses - expected).norm() <= 0.5 * (expected - exact).norm() + 1e-5 * rows**0.5
     assert out[:, vocab_size:].eq(0).all() and scales[:, given[2] < 0].eq(0).all()
     both = (out, scales), (wanted, expected_scales)
-    found, defined = (made_good(*of, given[2])[:, :vocab_size] for of in both)
+    found, defined = (completed(*of, given[2])[:, :vocab_size] for of in both)
     assert (found - defined).norm() <= 0.5 * (defined - gradient).norm() + 1e-5 * rows**0.5
     assert torch.equal(losses_of(*given, vocab_size, out)[0], losses)
 
 
 @pytest.mark.gpu
-def test_on_hopper_logits_far_beyond_the_targets_saturate_and_nan_is_told():
+def test_on_hopper_logits_far_above_the_target_saturate_and_nan_stays_nan():
     losses_of = hopper_losses()
     hidden, weight, targets = draw(1000, 50257, 768, torch.bfloat16)
     hidden[1:3], targets[1:3] = 0, 8
@@ -203,16 +205,16 @@ def test_on_hopper_logits_far_beyond_the_targets_saturate_and_nan_is_told():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_heads_gradients_by_hoppers_product_are_within_a_rounding_of_the_plain_ones(weight_dtype, monkeypatch):
+def test_gradients_by_hoppers_product_are_as_accurate_as_the_plain_ones(weight_dtype, monkeypatch):
     hopper_losses()
     hidden, weight, targets = draw(10000, 50257, 256, torch.bfloat16)
     hidden, weight = hidden.requires_grad_(), weight.to(weight_dtype).requires_grad_()
-    fused, ran = launch.products.fuses, []
-    monkeypatch.setattr(launch.products, "fuses", lambda *of: ran.append(fused(*of)) or ran[-1])
+    fused, ran = launch.selection.fuses, []
+    monkeypatch.setattr(launch.selection, "fuses", lambda *of: ran.append(fused(*of)) or ran[-1])
     loss = linear_cross_entropy(hidden, weight, targets, 50257)
     found = torch.autograd.grad(loss, (hidden, weight))
     assert len(ran) == 3 and all(ran)
-    monkeypatch.setattr(launch.products, "fuses", lambda *of: False)
+    monkeypatch.setattr(launch.selection, "fuses", lambda *of: False)
     plain_loss = linear_cross_entropy(hidden, weight, targets, 50257)
     plain = torch.autograd.grad(plain_loss, (hidden, weight))
     logits = (hidden.double() @ weight.to(hidden.dtype).double().T)[:, :50257]
@@ -225,7 +227,7 @@ def test_the_heads_gradients_by_hoppers_product_are_within_a_rounding_of_the_pla
 
 @pytest.mark.parametrize("implementation", [definition, triton_kernels], ids=["definition", "Triton"])
 @pytest.mark.parametrize("vocab_size", [63, 9000])
-def test_a_negative_target_does_not_count(implementation, vocab_size):
+def test_a_negative_target_is_ignored(implementation, vocab_size):
     logits = torch.randn(3, 9024, device=DEVICE)[:, : -(-vocab_size // 64) * 64].contiguous()
     targets = torch.tensor([5, -100, 7], device=DEVICE)
     exact_losses, exact = reference(logits.double()[[0, 2]], targets[[0, 2]], vocab_size)
@@ -235,7 +237,7 @@ def test_a_negative_target_does_not_count(implementation, vocab_size):
     torch.testing.assert_close(logits[[0, 2]].double(), exact, rtol=1e-5, atol=1e-6)
 
 
-def test_the_mean_is_over_the_targets_that_count():
+def test_the_mean_skips_ignored_targets():
     hidden, weight = torch.randn(4, 16, device=DEVICE), torch.randn(64, 16, device=DEVICE, requires_grad=True)
     targets = torch.tensor([3, -100, 5, -1], device=DEVICE)
     some = linear_cross_entropy(hidden, weight, targets, 64)
@@ -245,8 +247,8 @@ def test_the_mean_is_over_the_targets_that_count():
     torch.testing.assert_close(found, expected)
 
 
-def test_the_gradients_share_is_not_rounded_to_16_bits():
-    """A fifteenth is 0.34 % more in them."""
+def test_the_scale_of_the_gradient_is_not_rounded_to_16_bits():
+    """1 / 15 rounded to bf16 is 0.34 % larger."""
     torch.manual_seed(0)
     hidden = torch.randn(64, 128, device=DEVICE).bfloat16().requires_grad_()
     loss = linear_cross_entropy(hidden, torch.randn(64, 128, device=DEVICE), torch.arange(64, device=DEVICE), 64)
@@ -255,7 +257,7 @@ def test_the_gradients_share_is_not_rounded_to_16_bits():
 
 
 @pytest.mark.parametrize("implementation", [definition, triton_kernels], ids=["definition", "Triton"])
-def test_without_gradient_the_logits_stay(implementation):
+def test_without_gradient_the_logits_are_unchanged(implementation):
     logits, targets = torch.randn(4, 192, device=DEVICE), torch.tensor([0, 5, 130, 7], device=DEVICE)
     before = logits.clone()
     losses = implementation.cross_entropy_(logits, targets, 131, False)
@@ -266,9 +268,9 @@ def test_without_gradient_the_logits_stay(implementation):
 @pytest.mark.parametrize("implementation", [definition, launch], ids=["definition", "kernels"])
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize("tokens", [1, 16, 50, 200], ids=lambda n: f"{n}_tokens")
-def test_loss_and_gradients_in_chunks_are_those_of_whole_logits(implementation, tokens, dtype, monkeypatch):
-    """By 4, 4, 13 and 16 tokens. With the weight in fp32 its gradient is summed in fp32, whatever the products' are."""
-    monkeypatch.setattr(op, "CHUNK", (4, 16))
+def test_loss_and_gradients_in_parts_match_those_of_whole_logits(implementation, tokens, dtype, monkeypatch):
+    """The parts have 1, 4, 13 and 16 tokens. The gradient of an fp32 weight is summed in fp32 in every case."""
+    monkeypatch.setattr(op, "PART_TOKENS", (4, 16))
     monkeypatch.setattr(op, "implementation", lambda *of: implementation)
     products, mm = [], torch.mm
     monkeypatch.setattr(torch, "mm", lambda a, b, out: products.append(out.shape) or mm(a, b, out=out))
@@ -290,8 +292,8 @@ def test_loss_and_gradients_in_chunks_are_those_of_whole_logits(implementation, 
         torch.testing.assert_close(linear_cross_entropy(hidden, weight, targets, 150), loss)
 
 
-def test_autocast_around_it_changes_nothing():
-    """Autocast would round the fp32 sum of the weight's gradient to 16 bits, chunk after chunk."""
+def test_autocast_has_no_effect():
+    """Autocast would round the fp32 sum of the weight's gradient to 16 bits after each part."""
     torch.manual_seed(0)
     weight, targets = torch.randn(192, 32, device=DEVICE, requires_grad=True), torch.arange(40, device=DEVICE)
     hidden = torch.randn(40, 32, device=DEVICE).bfloat16()
@@ -314,13 +316,13 @@ def test_the_operator_is_well_formed():
         ((8, 16), (64, 16), (10,), 60, r"not \(8, 16\), \(64, 16\), \(10,\)"),
         ((2, 8, 16), (64, 16), (2, 8), 60, r"hidden \(N, C\), weight \(V, C\) and targets \(N,\)"),
         ((8, 16), (64, 24), (8,), 60, r"not \(8, 16\), \(64, 24\), \(8,\)"),
-        ((8, 16), (64, 16), (8,), 65, "a vocabulary of 65 tokens needs as many rows of weight, which has 64"),
-        ((8, 16), (64, 16), (8,), 0, "a vocabulary of 0 tokens"),
+        ((8, 16), (64, 16), (8,), 65, "vocab_size=65 is not between 1 and the rows of weight, 64"),
+        ((8, 16), (64, 16), (8,), 0, "vocab_size=0 is not between 1 and"),
     ],
     ids=["more targets than tokens", "tokens in rows", "another depth", "vocabulary too large", "no vocabulary"],
 )
 def test_shapes_that_do_not_fit_are_refused(hidden, weight, targets, vocab_size, message):
-    """More targets than tokens counted in the mean alone, and padding as tokens where the weight has too few rows."""
+    """Additional targets once counted in the mean, and with too few rows of weight padding counted as tokens."""
     targets = torch.zeros(targets, dtype=torch.long)
     with pytest.raises(ValueError, match=message):
         linear_cross_entropy(torch.randn(hidden), torch.randn(weight), targets, vocab_size)

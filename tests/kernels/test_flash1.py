@@ -1,4 +1,4 @@
-"""flash1: its Triton kernels (interpreted where there is no GPU), its PyTorch definition, and their operator."""
+"""flash1's Triton kernels (interpreted without a GPU), its PyTorch definition and its operator."""
 
 import os
 
@@ -18,7 +18,7 @@ KERNEL_DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 
 
 def both_passes(implementation, inputs: tuple, *options) -> tuple:
-    """out, dq, dk and dv by the kernels (launch) or by their definition."""
+    """Return out, dq, dk and dv of the kernels (launch) or of the definition."""
     q, k, v, dout = inputs
     out, l, m = implementation.forward(q, k, v, *options)
     return out, *implementation.backward(dout, q, k, v, out, l, m, *options)
@@ -59,7 +59,7 @@ def test_kernels_are_as_accurate_as_math_attention(case):
     documents=st.booleans(),
 )
 def test_kernels_and_definition_agree_at_any_size(case, dropout_p, documents):
-    """With dropout, with documents (one of which runs into the next sequence), with queries that see no key."""
+    """Covers dropout, documents (one crosses into the next sequence), and queries that see no key."""
     case = case._replace(seq_k=case.seq_q) if documents else case
     inputs, total = draw(case, KERNEL_DEVICE), case.batch * case.seq_q
     cuts = torch.tensor([0, total // 3, total // 2, total], device=KERNEL_DEVICE)
@@ -70,7 +70,7 @@ def test_kernels_and_definition_agree_at_any_size(case, dropout_p, documents):
         torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-4)
 
 
-def test_dropout_has_the_gradient_of_the_mask_it_drew():
+def test_dropout_uses_the_same_mask_in_both_passes():
     inputs = draw(Case(batch=1, seq_q=150, seq_k=150, dtype=torch.float64), "cpu")
     torch.manual_seed(5)
     keep = dropout.keep_mask(dropout.draw(1, 2, 150, 150, "cpu"), 150, range(150), range(150), 0.3)
@@ -97,15 +97,15 @@ def test_the_operators_are_well_formed_and_compile(device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
-def test_rows_that_come_and_go_through_memory_are_whole(head_dim):
-    """Many tiles of keys, for which O, l, m and dQ go to memory and come back; in bf16 against fp64."""
+def test_many_key_tiles_are_accurate(head_dim):
+    """O, l, m and dQ go through memory for each of many key tiles."""
     case = Case(batch=2, seq_q=1500, seq_k=1500, heads=4, kv_heads=2, head_dim=head_dim, dtype=BF16)
     inputs = draw(case, "cuda")
     got = both_passes(launch, inputs, None, None, True, head_dim**-0.5, 0.0)
     assert_as_accurate(case, got, inputs)
 
 
-def test_refuses_what_it_cannot_do():
+def test_an_unsupported_head_size_is_refused():
     q, k, v, _ = draw(Case()._replace(head_dim=8), "cpu")
     with pytest.raises(ValueError, match="flash1 takes head sizes from 16 to 256"):
         flash1(q, k, v, causal=True, scale=1.0)

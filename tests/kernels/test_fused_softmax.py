@@ -1,4 +1,4 @@
-"""The fused softmax: its Triton kernels (interpreted where there is no GPU) and its definition, against fp64."""
+"""The fused softmax: its Triton kernels (interpreted without a GPU) and its definition against fp64."""
 
 import os
 
@@ -19,7 +19,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 @st.composite
 def cases(draw) -> tuple:
-    """Shape of the scores, causal or not, where documents are cut (None without), dropout."""
+    """Draw the shape of the scores, whether they are causal, the cuts between documents (or None), and dropout_p."""
     batch, heads, seq_q, seq_k = (draw(st.integers(1, most)) for most in (2, 3, 40, 140))
     documents = draw(st.booleans())
     cuts = draw(st.lists(st.integers(0, batch * seq_q), max_size=3)) if documents else None
@@ -28,7 +28,7 @@ def cases(draw) -> tuple:
 
 
 def written_out(scores, dkept, hidden, keep, scale: float) -> tuple:
-    """Probabilities, what dropout leaves and the gradient of the scores, by autograd in fp64."""
+    """Return the probabilities before and after dropout, and the gradient of the scores, by autograd in fp64."""
     exact = scores.double().requires_grad_()
     probabilities = (exact * scale).masked_fill(hidden, -1e30).softmax(-1) * ~hidden
     kept = probabilities * keep
@@ -39,8 +39,8 @@ def written_out(scores, dkept, hidden, keep, scale: float) -> tuple:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @settings(settings.get_profile("kernels"), max_examples=8)
 @given(case=cases())
-def test_results_are_fp64s_rounded(implementation, dtype, case):
-    """Of any shape, causal or not, with documents, dropout and queries that see no key."""
+def test_results_match_fp64_up_to_rounding(implementation, dtype, case):
+    """Covers any shape, causal masks, documents, dropout and queries that see no key."""
     (batch, heads, seq_q, seq_k), causal, cuts, dropout_p = case
     torch.manual_seed(seq_k)
     scores, dkept = (torch.randn(batch, heads, seq_q, seq_k, device=KERNEL_DEVICE).to(dtype) for _ in range(2))
@@ -70,7 +70,7 @@ def test_results_are_fp64s_rounded(implementation, dtype, case):
         assert (got.double() - want).norm() <= tolerance * want.norm() + 1e-7, case
 
 
-def test_dropout_has_the_gradient_of_the_mask_it_drew():
+def test_dropout_uses_the_same_mask_in_both_passes():
     inputs = draw(Case(batch=1, seq_q=70, seq_k=70, heads=4, dtype=torch.float64), "cpu")
     torch.manual_seed(5)
     keep = dropout.keep_mask(dropout.draw(1, 4, 70, 70, "cpu"), 70, range(70), range(70), 0.3)
@@ -96,7 +96,7 @@ def test_the_operators_are_well_formed_and_compile(device, dropout_p):
     torch.testing.assert_close(outcome(compiled, *inputs), outcome(attend, *inputs), atol=1e-4, rtol=1e-4)
 
 
-def test_a_row_that_no_program_could_hold_is_refused():
+def test_rows_that_are_too_long_are_refused():
     q = torch.randn(1, 16385, 1, 16)
     with pytest.raises(ValueError, match="16384 keys at most, not 16385; use attention=flash2"):
         fused_softmax(q[:, :2], q, q, causal=True, scale=1.0)

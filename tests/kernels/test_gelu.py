@@ -1,4 +1,4 @@
-"""A linear layer with GELU against fp64; where there is no GPU the Triton kernels run in the interpreter."""
+"""A linear layer with GELU against fp64. Without a GPU the Triton kernels run in the interpreter."""
 
 import pytest
 import torch
@@ -6,14 +6,14 @@ import torch.nn.functional as F
 from torch import library
 
 from kernels.gelu import definition, gelu_mlp, launch, triton_kernels
-from kernels.hopper import selection as products
+from kernels.hopper import selection
 from tests.kernels.accuracy import is_rounded
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(1, 8, 3), (33, 192, 48), (70, 63, 16)]  # rows, columns, depth
-# Ragged rows, a depth that no step divides, one tile, and more tiles than the GPU has room for at a time.
-# Several tiles to a program, with one or two steps each, too.
+# Ragged rows, a depth that no step divides, one tile, more tiles than run at a time, and several tiles per program with
+# one or two steps each.
 LARGE_SHAPES = [(128, 256, 64), (1, 256, 8), (33, 512, 200), (40000, 256, 64), (20000, 512, 128)]
 LARGE_SHAPES += [(1000, 3072, 768), (4097, 6400, 1600), (20001, 3072, 768)]
 
@@ -21,8 +21,10 @@ LARGE_SHAPES += [(1000, 3072, 768), (4097, 6400, 1600), (20001, 3072, 768)]
 def draw(
     rows: int, columns: int, depth: int, dtype: torch.dtype, bias_dtype: torch.dtype = torch.float32
 ) -> tuple[torch.Tensor, ...]:
-    """x, weight and bias of the layer before GELU; weight of the one after, and the gradient of what that gives. No
-    matrix is square, and the first row reaches far out."""
+    """Return x, weight and bias of the layer before GELU, and weight and output gradient of the layer after it.
+
+    The first row of x has large values.
+    """
     torch.manual_seed(columns)
     x, weight = torch.randn(rows, depth), 3 * depth**-0.5 * torch.randn(columns, depth)
     x[0] *= 30
@@ -50,8 +52,8 @@ def check(implementation, rows: int, columns: int, depth: int, dtype: torch.dtyp
         wanted = product * (kept.double() if keep_output else expected_slope)
         dpre, sums, recomputed = implementation.backward(dout, out_weight, bias, kept, keep_output)
         assert dpre.dtype == dtype and sums.dtype == torch.float32
-        assert is_rounded(dpre, wanted, roundings=2**0.5)  # the product, then itself
-        # of what one rounding does to a term, half of eps at most and 0.21 in the mean: a second one makes it 0.3
+        assert is_rounded(dpre, wanted, roundings=2**0.5)  # the product is rounded, then dpre
+        # One rounding of a term costs 0.5 eps at most and 0.21 on average. A second one would make it 0.3.
         share = 0.25 if rows > 100 else 0.5
         error = (sums.double() - wanted.sum(0)).norm()
         assert error <= share * torch.finfo(dtype).eps * wanted.norm() + 1e-6 * wanted.abs().sum(0).norm()
@@ -61,13 +63,13 @@ def check(implementation, rows: int, columns: int, depth: int, dtype: torch.dtyp
 @pytest.mark.parametrize("implementation", [definition, launch], ids=["definition", "kernels"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_layers_and_their_gradients_are_fp64s_rounded(implementation, dtype, shape, monkeypatch):
-    monkeypatch.setattr(triton_kernels, "SLABS", 4)  # so that a program of the backward pass has several tiles of rows
+def test_layers_and_their_gradients_match_fp64_up_to_rounding(implementation, dtype, shape, monkeypatch):
+    monkeypatch.setattr(triton_kernels, "SLABS", 4)  # several tiles per backward program
     check(implementation, *shape, dtype)
 
 
 @pytest.mark.parametrize("implementation", [definition, launch], ids=["definition", "kernels"])
-def test_of_no_rows_there_is_no_gradient(implementation):
+def test_zero_rows_give_zero_gradients(implementation):
     rows, weight, bias = torch.empty(0, 96, device=DEVICE), torch.randn(96, 96), torch.randn(96)
     dpre, sums, recomputed = implementation.backward(rows, weight.to(DEVICE), bias.to(DEVICE), rows, False)
     assert dpre.shape == recomputed.shape == (0, 96) and sums.eq(0).all()
@@ -76,9 +78,9 @@ def test_of_no_rows_there_is_no_gradient(implementation):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize("shape", LARGE_SHAPES, ids=str)
-def test_hoppers_products_are_fp64s_rounded(dtype, shape):
+def test_hoppers_products_match_fp64_up_to_rounding(dtype, shape):
     if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("of Hopper alone")
+        pytest.skip("needs Hopper")
     from kernels.gelu import hopper
 
     check(hopper, *shape, dtype)
@@ -86,9 +88,9 @@ def test_hoppers_products_are_fp64s_rounded(dtype, shape):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("bias_dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_what_is_large_enough_is_fused_and_what_hopper_cannot_read_is_not(bias_dtype, monkeypatch):
+def test_large_products_are_fused_unless_hopper_cannot_read_them(bias_dtype, monkeypatch):
     if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("of Hopper alone")
+        pytest.skip("needs Hopper")
     from kernels.gelu import hopper
 
     ran = []
@@ -97,7 +99,7 @@ def test_what_is_large_enough_is_fused_and_what_hopper_cannot_read_is_not(bias_d
     )
     x, weight, bias, _, _ = draw(2000, 3072, 768, torch.bfloat16, bias_dtype)
     fused = launch.forward(x, weight, bias, False)
-    shifted = torch.cat([x.flatten(), x.new_zeros(1)])[1:].view_as(x)  # at an address that TMA does not take
+    shifted = torch.cat([x.flatten(), x.new_zeros(1)])[1:].view_as(x)  # an address that TMA cannot read
     spread = torch.stack([bias, bias], 1)[:, 0]
     others = [
         launch.forward(*of, False) for of in ((shifted, weight, bias), (x, weight, spread), (x[:8], weight, bias))
@@ -111,7 +113,7 @@ def test_what_is_large_enough_is_fused_and_what_hopper_cannot_read_is_not(bias_d
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("keep_output", [True, False])
 def test_plain_kernels_round_once(dtype, keep_output):
-    """On values far out on both sides too; the sums are of unrounded terms, whatever the dtype."""
+    """Covers large values of both signs. The sums are of unrounded terms in every dtype."""
     torch.manual_seed(0)
     x, dout = (3 * torch.randn(37, 65)).to(DEVICE, dtype), torch.randn(37, 65).to(DEVICE, dtype)
     x.flatten()[:3] = torch.tensor([-100.0, 100.0, 0.0])
@@ -127,7 +129,7 @@ def test_plain_kernels_round_once(dtype, keep_output):
 
 @pytest.mark.parametrize("shape", [(2, 15), (1,), ()], ids=str)
 @pytest.mark.parametrize("keep_output", [True, False])
-def test_gradients_reach_all_parameters_through_any_shape(keep_output, shape):
+def test_gradients_match_torch_for_any_shape(keep_output, shape):
     _, weight, bias, _, _ = draw(30, 24, 15, torch.float32)
     x = torch.randn(15, *shape, device=DEVICE).movedim(0, -1).requires_grad_()  # not dense
     out_weight, out_bias = torch.randn(7, 24, device=DEVICE), torch.randn(7, device=DEVICE)
@@ -142,7 +144,7 @@ def test_gradients_reach_all_parameters_through_any_shape(keep_output, shape):
 
 
 @pytest.mark.parametrize("keep_output", [True, False])
-def test_weights_in_fp32_get_gradients_that_no_16_bits_hold(keep_output):
+def test_gradients_of_fp32_weights_are_not_rounded_to_16_bits(keep_output):
     x, weight, bias, out_weight, dout = draw(70, 48, 16, torch.bfloat16)
     weights = [parameter.float().requires_grad_() for parameter in (weight, out_weight)]
     zeros = torch.zeros(len(weights[1]), device=DEVICE)
@@ -152,7 +154,7 @@ def test_weights_in_fp32_get_gradients_that_no_16_bits_hold(keep_output):
         assert gradient.dtype == torch.float32 and not torch.equal(gradient, gradient.bfloat16().float())
 
 
-def test_the_result_is_in_the_inputs_dtype_under_autocast_too():
+def test_autocast_has_no_effect():
     x, weight, bias, out_weight, _ = draw(6, 20, 5, torch.float32)
     out_bias = torch.zeros(len(out_weight), device=DEVICE)
     with torch.autocast(DEVICE, torch.bfloat16):
@@ -167,7 +169,7 @@ def test_the_result_is_in_the_inputs_dtype_under_autocast_too():
     ("which", "shape"), [(0, (6, 4)), (1, (20, 4)), (2, (19,)), (3, (5, 19)), (4, (4,)), (5, (5, 6))], ids=str
 )
 def test_shapes_that_do_not_fit_are_refused(which, shape):
-    """By Hopper's kernel too, which would read zeros past the end of a row, or beyond the end of a bias."""
+    """Hopper's kernel would read zeros past the end of a row, or memory beyond the end of a bias."""
     inputs = [*draw(6, 20, 5, torch.float32)[:4], torch.zeros(5, device=DEVICE), torch.zeros(6, 5, device=DEVICE)]
     inputs[which] = torch.zeros(shape, device=DEVICE)
     with pytest.raises(ValueError, match=r"gelu_mlp takes x \(..., D\), weight \(C, D\).*not \("):
@@ -181,14 +183,14 @@ def test_the_operators_are_well_formed():
         library.opcheck(torch.ops.gelu.backward, (dout, out_weight, bias, x @ weight.T, keep_output))
 
 
-def test_only_whole_tiles_of_enough_work_are_fused(monkeypatch):
-    monkeypatch.setattr(products, "triton_version", lambda: (3, 6))
+def test_only_whole_tiles_and_enough_work_are_fused(monkeypatch):
+    monkeypatch.setattr(selection, "triton_version", lambda: (3, 6))
     shape = 131072, 3072, 768, torch.bfloat16
-    assert products.is_fused(*shape, "sm_90")
-    assert not products.is_fused(*shape, "sm_100") and not products.is_fused(*shape[:3], torch.float32, "sm_90")
-    assert not products.is_fused(131072, 3072, 764, torch.bfloat16, "sm_90"), "rows that TMA cannot read"
-    assert not products.is_fused(131072, 3076, 768, torch.bfloat16, "sm_90"), "rows that are not written whole"
-    assert not products.is_fused(8, 3072, 768, torch.bfloat16, "sm_90"), "generation's"
-    monkeypatch.setattr(products, "fuses", lambda *of: True)
+    assert selection.is_fused(*shape, "sm_90")
+    assert not selection.is_fused(*shape, "sm_100") and not selection.is_fused(*shape[:3], torch.float32, "sm_90")
+    assert not selection.is_fused(131072, 3072, 764, torch.bfloat16, "sm_90"), "rows that TMA cannot read"
+    assert not selection.is_fused(131072, 3076, 768, torch.bfloat16, "sm_90"), "rows that are not multiples of 16 bytes"
+    assert not selection.is_fused(8, 3072, 768, torch.bfloat16, "sm_90"), "too few rows, as in generation"
+    monkeypatch.setattr(selection, "fuses", lambda *of: True)
     x = torch.empty(8, 768)
-    assert products.fuses_whole_tiles(131072, 3072, x) and not products.fuses_whole_tiles(131072, 3072 + 128, x)
+    assert selection.fuses_whole_tiles(131072, 3072, x) and not selection.fuses_whole_tiles(131072, 3072 + 128, x)

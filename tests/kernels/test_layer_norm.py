@@ -1,11 +1,11 @@
-"""LayerNorm of a residual stream against fp64; where there is no GPU the kernels run in the interpreter."""
+"""LayerNorm of a residual stream against fp64. Without a GPU the kernels run in the interpreter."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, library
 
-from kernels.common import registering as operators
+from kernels.common import registering
 from kernels.layer_norm import definition, normalise, triton_kernels
 from tests.kernels.accuracy import is_rounded
 
@@ -15,7 +15,7 @@ EPS = 1e-5
 
 
 def draw(rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """dout, dstream, x, weight, mean and rstd; rows lie far from zero, each at a scale of its own."""
+    """Return dout, dstream, x, weight, mean and rstd. Rows of x have different scales, and their means are not zero."""
     torch.manual_seed(columns)
     scale = torch.logspace(-1, 1, rows, device=DEVICE)[:, None]
     dout, dstream, x = (torch.randn(rows, columns, device=DEVICE) for _ in range(3))
@@ -25,7 +25,7 @@ def draw(rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
 
 
 def reference(dout: Tensor, dstream: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-    """The gradients by x, weight, bias and a bias of x's in fp64."""
+    """Return the gradients by x, weight, bias and added_bias in fp64."""
     x, weight = x.double().requires_grad_(), weight.double().requires_grad_()
     bias, added_bias = (torch.zeros_like(weight, requires_grad=True) for _ in range(2))
     total = x + added_bias
@@ -48,17 +48,17 @@ def check_forward(implementation, shape: tuple[int, int], dtype: torch.dtype) ->
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 8), (37, 48), (130, 64), (5, 1030), (3, 5000)], ids=str)
-def test_results_are_fp64s_rounded(implementation, dtype, shape, monkeypatch):
-    monkeypatch.setattr(triton_kernels, "ELEMENTS", 256)  # several rows to a tile, and a last one that is not whole
-    monkeypatch.setattr(triton_kernels, "FORWARD_PROGRAMS", 2)  # and several tiles to a program where rows are long
+def test_results_match_fp64_up_to_rounding(implementation, dtype, shape, monkeypatch):
+    monkeypatch.setattr(triton_kernels, "ELEMENTS", 256)  # several rows per tile, and a partial last tile
+    monkeypatch.setattr(triton_kernels, "FORWARD_PROGRAMS", 2)  # and several tiles per program for long rows
     check_forward(implementation, shape, dtype)
 
 
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 8), (37, 48), (130, 64), (5, 1030), (3, 5000)], ids=str)
-def test_gradients_are_fp64s_rounded(implementation, dtype, shape, monkeypatch):
-    monkeypatch.setattr(triton_kernels, "PROGRAMS", 2)  # so that a program has several tiles
+def test_gradients_match_fp64_up_to_rounding(implementation, dtype, shape, monkeypatch):
+    monkeypatch.setattr(triton_kernels, "PROGRAMS", 2)  # several tiles per program
     monkeypatch.setattr(triton_kernels, "ELEMENTS", 256)
     inputs = draw(*shape, dtype)
     dx, sums = implementation.backward(*inputs, True)
@@ -71,8 +71,8 @@ def test_gradients_are_fp64s_rounded(implementation, dtype, shape, monkeypatch):
 
 
 @IMPLEMENTATIONS
-def test_a_variance_is_that_around_the_mean(implementation):
-    """Of rows 300 deviations from zero, whose mean of squares minus square of the mean has few digits left."""
+def test_the_variance_is_computed_around_the_mean(implementation):
+    """The mean of rows is 300 deviations. The mean of squares minus the squared mean would lose most digits."""
     x = torch.randn(8, 96, device=DEVICE) + 300
     ones = torch.ones(96, device=DEVICE)
     *_, rstd = implementation.forward(x, ones, ones, EPS)
@@ -82,14 +82,14 @@ def test_a_variance_is_that_around_the_mean(implementation):
 
 def test_a_bias_of_another_width_is_refused():
     x, ones = torch.randn(8, 24, device=DEVICE), torch.ones(24, device=DEVICE)
-    with pytest.raises(ValueError, match=r"an added_bias of shape \(1,\) is none of 24 columns"):
+    with pytest.raises(ValueError, match=r"added_bias of x \(..., 24\) is \(24,\), not \(1,\)"):
         normalise(x, ones, ones, EPS, ones[:1])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(4096, 768), (20001, 1600), (8192, 2560), (700, 8192), (300, 9000)], ids=str)
-def test_results_of_a_models_size_are_fp64s_rounded(shape):
-    """Of a size that no tile divides, and wider than the kernels go."""
+def test_results_at_the_size_of_a_model_match_fp64_up_to_rounding(shape):
+    """The sizes include one that no tile divides, and rows that are too wide for the kernels."""
     check_forward(triton_kernels, shape, torch.bfloat16)
     inputs = draw(*shape, torch.bfloat16)
     found = triton_kernels.backward(*inputs, True)
@@ -101,9 +101,9 @@ def test_results_of_a_models_size_are_fp64s_rounded(shape):
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("shape", [(24,), (3, 24, 5)], ids=str)
-def test_gradients_reach_all_through_any_shape(implementation, shape, with_bias, monkeypatch):
-    """As those of an addition of the bias, whose sum goes on beside its LayerNorm."""
-    monkeypatch.setattr(operators, "implementation", lambda *_: implementation)
+def test_gradients_match_torch_for_any_shape(implementation, shape, with_bias, monkeypatch):
+    """The reference adds the bias and uses both the sum and its LayerNorm."""
+    monkeypatch.setattr(registering, "implementation", lambda *_: implementation)
     torch.manual_seed(0)
     x = torch.randn(shape, device=DEVICE)
     x = (x.transpose(1, 2) if x.ndim > 1 else x).requires_grad_()  # not dense
@@ -111,7 +111,7 @@ def test_gradients_reach_all_through_any_shape(implementation, shape, with_bias,
     inputs = [x, weight, torch.randn(24, device=DEVICE, requires_grad=True)] + [added_bias] * with_bias
     found = normalise(*inputs[:3], EPS, *inputs[3:])
     total = sum(inputs[3:], x * 1)
-    shift = added_bias.detach() if with_bias else 0  # which is in x already
+    shift = added_bias.detach() if with_bias else 0  # x already contains it
     expected = total - shift, F.layer_norm(total - shift, (24,), *inputs[1:3], EPS)
     by = torch.randn(2, *x.shape, device=DEVICE)
     ours, theirs = (torch.autograd.grad(outputs, inputs, list(by)) for outputs in (found, expected))
@@ -119,7 +119,7 @@ def test_gradients_reach_all_through_any_shape(implementation, shape, with_bias,
         torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_results_are_in_the_streams_dtype_under_autocast_too():
+def test_autocast_does_not_change_the_dtype_of_the_stream():
     x = torch.randn(4, 8, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
     weight, bias, added_bias = (torch.randn(8, device=DEVICE, requires_grad=True) for _ in range(3))
     with torch.autocast(DEVICE, torch.bfloat16):
@@ -132,8 +132,8 @@ def test_results_are_in_the_streams_dtype_under_autocast_too():
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("columns", [30, 64])
 def test_the_operators_are_well_formed(implementation, columns, monkeypatch):
-    """Their results share no memory: the compiler takes each for a tensor that begins at a multiple of 16 bytes."""
-    monkeypatch.setattr(operators, "implementation", lambda *_: implementation)
+    """Results share no memory: the compiler assumes that each one starts at a multiple of 16 bytes."""
+    monkeypatch.setattr(registering, "implementation", lambda *_: implementation)
     dout, dstream, x, weight, *statistics = draw(6, columns, torch.float32)
     for with_sum in (True, False):
         library.opcheck(torch.ops.layer_norm.backward.default, (dout, dstream, x, weight, *statistics, with_sum))

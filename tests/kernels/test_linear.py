@@ -1,27 +1,25 @@
-"""A linear layer against fp64, by the gradients of its weight above all."""
+"""A linear layer against fp64, above all the gradient of its weight."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import library
 
-from kernels.hopper import selection as products
+from kernels.hopper import selection
 from kernels.linear import launch, linear, weight_gradient
 from tests.kernels.accuracy import is_rounded
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = [(FP32, FP32), (BF16, FP32), (FP16, FP32), (BF16, BF16), (FP32, BF16)]  # of the input, of the weights
-
-
 ADDED = "bias", "bias and residual"
-ROUNDINGS = {False: 1.5, True: 1.6}  # of product, bias and sum, and with a residual of one more, in units of the last
+ROUNDINGS = {False: 1.5, True: 1.6}  # of product, bias and sum; with a residual one more; in units of the last one
 
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("added", ADDED)
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
-def test_gradients_are_fp64s_rounded_once_to_the_dtype_of_what_they_are_of(dtypes, added, autocast):
+def test_gradients_match_fp64_rounded_once_to_their_own_dtype(dtypes, added, autocast):
     dtype, weight_dtype = dtypes
     torch.manual_seed(0)
     x = torch.randn(3, 40, 50, device=DEVICE).to(dtype).transpose(1, 2).requires_grad_()  # not dense
@@ -42,7 +40,7 @@ def test_gradients_are_fp64s_rounded_once_to_the_dtype_of_what_they_are_of(dtype
         assert gradient.dtype == of.dtype and is_rounded(gradient, reference)
 
 
-def test_a_single_token_needs_no_dimension_of_its_own():
+def test_a_single_token_may_be_a_vector():
     shapes = (4,), (3, 4), (3,)
     inputs = [torch.randn(shape, device=DEVICE, requires_grad=True) for shape in shapes]
     found, expected = (torch.autograd.grad(of(*inputs).sum(), inputs) for of in (linear, F.linear))
@@ -51,24 +49,24 @@ def test_a_single_token_needs_no_dimension_of_its_own():
 
 @pytest.mark.parametrize(("which", "shape"), [(0, (6, 3)), (1, (5, 3)), (2, (1,)), (3, (4,)), (3, (5, 4))], ids=str)
 def test_shapes_that_do_not_fit_are_refused(which, shape):
-    """By Hopper's kernel too, which would read zeros past the end of a row, or beyond the end of a residual."""
+    """Hopper's kernel would read zeros past the end of a row, or memory beyond the end of a residual."""
     inputs = [torch.zeros(of, device=DEVICE) for of in ((6, 5), (4, 5), (4,), (6, 4))]
     inputs[which] = torch.zeros(shape, device=DEVICE)
     with pytest.raises(ValueError, match=r"linear takes x \(..., D\), weight \(C, D\).*not \("):
         linear(*inputs)
 
 
-# Ragged rows, a depth that no step divides, one tile, and more tiles than the GPU has room for at a time.
+# Ragged rows, a depth that no step divides, one tile, and more tiles than run at a time.
 LARGE_SHAPES = [(128, 256, 64), (1, 256, 8), (33, 512, 200), (40000, 256, 64), (20001, 768, 3072), (4097, 2304, 768)]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("shape", LARGE_SHAPES, ids=str)
-def test_hoppers_products_are_the_definitions(dtype, shape):
-    """But for the product's own rounding. What they write is poisoned first."""
+def test_hoppers_products_match_fp64_up_to_rounding(dtype, shape):
+    """The product is rounded once more than in the definition. The output's memory is poisoned first."""
     if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("of Hopper alone")
+        pytest.skip("needs Hopper")
     from kernels.linear import hopper
 
     rows, columns, depth = shape
@@ -78,23 +76,23 @@ def test_hoppers_products_are_the_definitions(dtype, shape):
     bias = torch.randn(columns, device=DEVICE)
     for added in (residual, None):
         poison = torch.full_like(residual, float("nan"))
-        del poison  # the allocator gives its memory to the result
+        del poison  # the allocator reuses its memory for the result
         found = hopper.forward(x, weight, bias, added)
         exact = F.linear(x.double(), weight.double(), bias.double()) + (0 if added is None else added.double())
         assert found.dtype == dtype and is_rounded(found, exact, ROUNDINGS[added is not None])
 
 
 @pytest.mark.gpu
-def test_what_is_large_enough_is_fused_and_what_hopper_cannot_read_is_not(monkeypatch):
+def test_large_products_are_fused_unless_hopper_cannot_read_them(monkeypatch):
     if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("of Hopper alone")
+        pytest.skip("needs Hopper")
     from kernels.linear import hopper
 
     ran = []
     monkeypatch.setattr(hopper, "forward", lambda *of, forward=hopper.forward: ran.append(1) or forward(*of))
     x, weight = torch.randn(8000, 768, device=DEVICE).to(BF16), (0.04 * torch.randn(768, 768, device=DEVICE)).to(BF16)
     bias, residual = torch.randn(768, device=DEVICE), torch.randn(8000, 768, device=DEVICE).to(BF16)
-    shifted = torch.cat([residual.flatten(), x.new_zeros(1)])[1:].view_as(residual)  # TMA takes no such address
+    shifted = torch.cat([residual.flatten(), x.new_zeros(1)])[1:].view_as(residual)  # an address that TMA cannot read
     for number, (rows, added) in enumerate([(x, residual), (x, None), (x, shifted), (x[:8], residual[:8])]):
         found = launch.forward(rows, weight, bias, added)
         assert len(ran) == min(number + 1, 2)
@@ -102,9 +100,9 @@ def test_what_is_large_enough_is_fused_and_what_hopper_cannot_read_is_not(monkey
         assert is_rounded(found, exact + (0 if added is None else added.double()), ROUNDINGS[added is not None])
 
 
-def test_what_cublas_multiplies_is_the_same_layer(monkeypatch):
-    """The path of other GPUs, here on any device."""
-    monkeypatch.setattr(products, "fuses_whole_tiles", lambda *of: False)
+def test_the_path_through_cublas_computes_the_same_layer(monkeypatch):
+    """Other GPUs take this path. Here it runs on any device."""
+    monkeypatch.setattr(selection, "fuses_whole_tiles", lambda *of: False)
     torch.manual_seed(0)
     x, weight, residual = (torch.randn(shape, device=DEVICE) for shape in ((7, 5), (3, 5), (7, 3)))
     bias = torch.randn(3, device=DEVICE, dtype=torch.float64)
@@ -112,16 +110,18 @@ def test_what_cublas_multiplies_is_the_same_layer(monkeypatch):
         before = None if added is None else added.clone()
         exact = F.linear(x.double(), weight.double(), bias) + (0 if added is None else added.double())
         torch.testing.assert_close(launch.forward(x, weight, bias, added), exact.float())
-        assert added is None or torch.equal(added, before), "the stream is not written to"
+        assert added is None or torch.equal(added, before), "the residual must not be overwritten"
 
 
-@pytest.mark.parametrize("forward", [linear, launch.forward], ids=["as the device does it", "by cuBLAS"])
+@pytest.mark.parametrize("forward", [linear, launch.forward], ids=["device path", "cuBLAS"])
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-def test_a_bias_too_small_to_be_seen_does_not_decide_how_sums_are_rounded(dtype, forward, monkeypatch):
-    """Such are a model's after its first steps. By breaking ties they moved the stream of GPT-2 by half a percent
-    of itself, and its second loss by 0.008 nats."""
+def test_a_tiny_bias_does_not_decide_how_sums_are_rounded(dtype, forward, monkeypatch):
+    """A model's biases are tiny after its first steps. They once broke all ties between two roundings.
+
+    This changed the residual stream of GPT-2 by half a percent, and the loss of its second step by 0.008 nats.
+    """
     if forward is launch.forward:
-        monkeypatch.setattr(products, "fuses_whole_tiles", lambda *of: False)
+        monkeypatch.setattr(selection, "fuses_whole_tiles", lambda *of: False)
     torch.manual_seed(0)
     x, weight, residual = torch.randn(8000, 64), 0.01 * torch.randn(768, 64), torch.randn(8000, 768)
     x, weight, residual = (t.to(DEVICE, dtype) for t in (x, weight, residual))
@@ -130,7 +130,7 @@ def test_a_bias_too_small_to_be_seen_does_not_decide_how_sums_are_rounded(dtype,
     for sign in (1, -1):
         error = forward(x, weight, sign * bias, residual).double() - (F.linear(x.double(), weight.double()) + residual)
         assert abs(error.mean()) < 4e-6
-    assert torch.equal(residual, before), "the stream is not written to"
+    assert torch.equal(residual, before), "the residual must not be overwritten"
 
 
 def test_the_operators_are_well_formed():

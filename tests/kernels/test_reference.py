@@ -1,4 +1,4 @@
-"""The papers' algorithms, line by line, against torch; and the page that walks through them."""
+"""The papers' algorithms, line by line, against torch, and the page that walks through them."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from kernels.reference import algorithms
 
 @settings(max_examples=40, deadline=None)
 @given(n=st.integers(1, 13), d=st.integers(1, 5), B_r=st.integers(1, 6), B_c=st.integers(1, 6), seed=st.integers(0, 99))
-def test_every_algorithm_is_softmax_attention_whatever_the_tiles(n, d, B_r, B_c, seed):
+def test_every_algorithm_is_softmax_attention_for_any_tiles(n, d, B_r, B_c, seed):
     generator = torch.Generator().manual_seed(seed)
     Q, K, V, dO = (3 * torch.randn(n, d, dtype=torch.float64, generator=generator) for _ in range(4))
     inputs = [x.clone().requires_grad_() for x in (Q, K, V)]
@@ -29,7 +29,7 @@ def test_every_algorithm_is_softmax_attention_whatever_the_tiles(n, d, B_r, B_c,
 
 
 def test_flash_attention_1_is_normalised_after_every_tile_and_2_only_at_the_end():
-    """With the first two keys row 1 has S = 1, 0: l = 1 + exp(-1), and O = V weighted by 1 and exp(-1), over l."""
+    """For the first two keys, row 1 has S = 1, 0. So l = 1 + exp(-1), and O weights V by 1 / l and exp(-1) / l."""
     seen = {}
 
     def watch(i, j, O, l, **_):
@@ -43,15 +43,15 @@ def test_flash_attention_1_is_normalised_after_every_tile_and_2_only_at_the_end(
     torch.testing.assert_close(seen[0, 0][1][0], weight.sum())
 
 
-def test_the_page_shows_the_states_and_finds_every_result_right(capsys):
+def test_the_page_shows_the_states_and_checks_every_result(capsys):
     page.walk()
-    told = capsys.readouterr().out
-    assert told.count("is that of Algorithm 0 to") == 7 and "i = 2, j = 2" in told
-    # the first row of S is 1, 0, 3, -1: after three of them l = 1 + exp(-2) + exp(-3)
-    assert "3.0000   |    3.0000   |    1.1851" in told
+    output = capsys.readouterr().out
+    assert output.count("matches Algorithm 0 to") == 7 and "i = 2, j = 2" in output
+    # The first row of S is 1, 0, 3, -1. After three numbers l = 1 + exp(-2) + exp(-3).
+    assert "3.0000   |    3.0000   |    1.1851" in output
 
 
-def test_the_page_ends_where_a_result_is_wrong(monkeypatch):
+def test_the_page_exits_at_a_wrong_result(monkeypatch):
     wrong = algorithms.flash_attention
     monkeypatch.setattr(algorithms, "flash_attention", lambda *args: wrong(*args) + 1e-9)
     with pytest.raises(SystemExit, match="O differs from Algorithm 0's"):

@@ -5,16 +5,16 @@ import pytest
 import torch
 from torch import nn
 
-from model.attention import EXACT, AttentionConfig, build_attention
+from model.attention import EXACT, VARIANTS, build_attention
 from model.generate import draw, generate, restrict
 from model.gpt2 import GPT2, ModelConfig
 
 
 def build(context_length: int, attention: str = "naive") -> GPT2:
-    """A small model whose likeliest token depends sharply on all it has read."""
+    """Return a small model whose likeliest token depends strongly on all tokens before it."""
     torch.manual_seed(0)
     config = ModelConfig(n_layer=2, n_head=2, n_embd=32, context_length=context_length, vocab_size=101)
-    model = GPT2(config, build_attention(AttentionConfig(attention))).eval()
+    model = GPT2(config, build_attention(VARIANTS[attention]())).eval()
     for parameter in model.parameters():
         if parameter.ndim == 2:
             nn.init.normal_(parameter, std=0.3)
@@ -27,7 +27,7 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 
 def continue_from_scratch(model: GPT2, prompt: list[int], max_tokens: int) -> list[int]:
-    """Greedily, all visible text read anew for every token; a full context is left for its second half."""
+    """Generate greedily and read all visible text again for every token. A full context is cut to its second half."""
     text, start = list(prompt), max(0, len(prompt) - model.config.context_length)
     for _ in range(max_tokens):
         seen = text[start:]
@@ -60,7 +60,7 @@ def test_a_cached_continuation_is_the_one_read_from_scratch(attention, context_l
 
 
 def positions_read(model: GPT2, prompt: list[int], max_tokens: int) -> list[int]:
-    """How many tokens each forward pass was given."""
+    """Return the number of tokens in each forward pass."""
     read = []
     handle = model.register_forward_pre_hook(lambda module, args: read.append(args[0].numel()))
     list(generate(model, prompt, max_tokens=max_tokens, temperature=0, generator=seeded()))
@@ -73,12 +73,12 @@ def test_within_the_context_every_token_is_read_once():
 
 
 def test_beyond_the_context_a_token_costs_two_positions_on_average():
-    """16 of context: 8 read again give a token, and 8 more positions 8 more, so 16 positions a cycle of 9 tokens."""
+    """With a context of 16, a cycle of 9 tokens reads 8 positions at once and then 8 single ones."""
     read = positions_read(build(16), list(range(16)), 1 + 9 * 10)
     assert read == [16] + ([8] + [1] * 8) * 10
 
 
-def test_the_end_of_text_token_ends_it_and_is_not_given_out():
+def test_generation_ends_before_the_end_of_text_token():
     model = build(64)
     free = list(generate(model, [5], max_tokens=30, temperature=0, generator=seeded()))
     stop = free[12]
@@ -86,7 +86,7 @@ def test_the_end_of_text_token_ends_it_and_is_not_given_out():
     assert list(stopped) == free[: free.index(stop)]
 
 
-def test_rows_of_the_table_that_no_token_has_are_not_drawn():
+def test_tokens_beyond_the_tokenizers_vocabulary_are_not_drawn():
     model = build(64)
     free = list(generate(model, [5], max_tokens=30, temperature=0, generator=seeded()))
     known = max(free)
@@ -130,7 +130,7 @@ PROBABILITIES = torch.tensor([0.15, 0.5, 0.05, 0.3])
     [(0.01, {1}), (0.49, {1}), (0.51, {1, 3}), (0.79, {1, 3}), (0.81, {0, 1, 3}), (0.96, {0, 1, 2, 3})],
 )
 def test_top_p_keeps_the_fewest_likeliest_that_reach_it(top_p, tokens):
-    """In order of probability 0.5, 0.8, 0.95 and 1 are reached."""
+    """The cumulated probabilities are 0.5, 0.8, 0.95 and 1."""
     assert allowed(PROBABILITIES.log() + 3, top_p=top_p) == tokens
 
 
@@ -142,14 +142,14 @@ def test_top_k_keeps_the_k_likeliest(top_k, tokens):
 
 
 def test_top_p_of_1_keeps_every_token():
-    """Sums of many probabilities round: the tail must not fall out because they pass 1 early."""
+    """Rounded sums of many probabilities pass 1 early. This must not remove the last tokens."""
     for seed in range(5):
         logits = torch.randn(50_257, generator=seeded(seed))
         assert len(allowed(logits, top_p=1.0)) == 50_257
 
 
 def test_top_k_keeps_exactly_k_where_logits_tie():
-    """bf16 logits of GPT-2 lie between -128 and -32, a quarter or a half apart, so the likeliest often tie."""
+    """GPT-2's bf16 logits lie between -128 and -32, in steps of 1/4 or 1/2, so the likeliest tokens often tie."""
     assert len(allowed(torch.tensor([1.0, 3.0, 3.0, 2.0, 3.0]), top_k=1)) == 1
 
 

@@ -16,7 +16,7 @@ import conf
 from conf.schema import register
 from errors import UserError
 from model import gpt2
-from model.attention import EXACT, AttentionConfig, build_attention
+from model.attention import EXACT, VARIANTS, Attention, Flash2Config, build_attention
 from model.gpt2 import CHECKPOINTING, GPT2, KEPT, KEPT_WITHOUT_DROPOUT, KeyValueCache, ModelConfig
 
 with torch.device("meta"):
@@ -27,7 +27,7 @@ SHAPE = {"n_layer": 2, "n_head": 3, "n_embd": 48, "context_length": 192, "vocab_
 
 def build(attention: str = "naive", **changes) -> GPT2:
     torch.manual_seed(0)
-    return GPT2(ModelConfig(**SHAPE | changes), build_attention(AttentionConfig(attention)))
+    return GPT2(ModelConfig(**SHAPE | changes), build_attention(VARIANTS[attention]()))
 
 
 def sharpen(model: GPT2) -> GPT2:
@@ -71,7 +71,7 @@ def composed(option: str) -> ModelConfig:
 def test_a_named_model_has_the_published_number_of_parameters(option, published):
     config = composed(option)
     with torch.device("meta"):
-        model = GPT2(config, build_attention(AttentionConfig()))
+        model = GPT2(config, build_attention(Flash2Config()))
     assert model.wte.weight.shape[0] == 50_304, "50,257 tokens and 47 rows of padding"
     count = sum(p.numel() for p in model.parameters()) - 47 * config.n_embd
     assert count == published
@@ -173,11 +173,12 @@ def test_dropout_acts_in_training_alone(attention):
 def test_dropout_falls_on_embeddings_attention_and_both_residual_branches():
     asked = []
 
-    def attention(q, k, v, *, causal, scale, dropout_p):
-        asked.append(dropout_p)
-        return v
+    class Recorded(Attention):
+        def __call__(self, q, k, v, *, causal, scale, dropout_p):
+            asked.append(dropout_p)
+            return v
 
-    model = sharpen(GPT2(ModelConfig(**SHAPE | {"dropout": 0.3}), attention))
+    model = sharpen(GPT2(ModelConfig(**SHAPE | {"dropout": 0.3}), Recorded()))
     for block in model.h:  # so that what is dropped there is the bias
         nn.init.zeros_(block.attn.c_proj.weight)
         nn.init.zeros_(block.mlp.c_proj.weight)
@@ -320,6 +321,11 @@ drop.register_autograd(
 )
 
 
+class Dropping(Attention):
+    def __call__(self, q, k, v, *, dropout_p, **options):
+        return drop(v, dropout_p)[0]
+
+
 def test_an_operator_that_draws_inside_is_computed_twice_where_it_drops(monkeypatch):
     """Kept, it would leave the generator where it was, and what is dropped after it would be drawn otherwise."""
     monkeypatch.setattr(gpt2, "KEPT_WITHOUT_DROPOUT", [torch.ops.test_gpt2.drop.default])
@@ -328,7 +334,7 @@ def test_an_operator_that_draws_inside_is_computed_twice_where_it_drops(monkeypa
         model = sharpen(build("naive", dropout=0.2))
         for block in model.h:
             block.activation_checkpointing = checkpointing
-            block.attn.attention = lambda q, k, v, *, dropout_p, **of: drop(v, dropout_p)[0]
+            block.attn.attention = Dropping()
         torch.manual_seed(3)
         model(tokens[:, :-1], tokens[:, 1:]).backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))

@@ -1,4 +1,4 @@
-"""Both ways between this GPT-2 and transformers', which is the oracle of its arithmetic."""
+"""Import from and export to transformers, whose GPT-2 is the reference for the arithmetic."""
 
 import json
 import shutil
@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from errors import UserError
-from model.attention import EXACT, AttentionConfig, build_attention
+from model.attention import EXACT, VARIANTS, build_attention
 from model.gpt2 import GPT2, ModelConfig
 from model.huggingface import CONFIG, WEIGHTS, find_pretrained, load_pretrained, read_config, save_pretrained
 
@@ -20,13 +20,13 @@ SHAPE = {"n_layer": 3, "n_head": 3, "n_embd": 48, "n_positions": 64, "vocab_size
 
 @pytest.fixture(autouse=True)
 def no_network(monkeypatch, tmp_path):
-    """What HF_HUB_OFFLINE=1 does when it is set before the import, and no cache of this machine."""
+    """Do what HF_HUB_OFFLINE=1 does before the import, with an empty cache."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
 
 
 def randomise(model: torch.nn.Module) -> None:
-    """Every weight of a size that matters: biases too, and LayerNorms that are not the identity."""
+    """Draw all weights with visible sizes, also biases and LayerNorms."""
     torch.manual_seed(3)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -36,7 +36,7 @@ def randomise(model: torch.nn.Module) -> None:
 
 
 def release(folder: Path, **changes) -> GPT2LMHeadModel:
-    """A GPT-2 of transformers, saved as the released ones are."""
+    """Save a GPT-2 of transformers like the released ones, and return it."""
     model = GPT2LMHeadModel(GPT2Config(**SHAPE | {"bos_token_id": 210, "eos_token_id": 210} | changes)).eval()
     randomise(model)
     model.save_pretrained(folder)
@@ -45,7 +45,7 @@ def release(folder: Path, **changes) -> GPT2LMHeadModel:
 
 def load(folder: Path, attention: str = "naive", asked: ModelConfig | None = None) -> GPT2:
     folder = find_pretrained(str(folder))
-    model = GPT2(read_config(folder, asked), build_attention(AttentionConfig(attention))).eval()
+    model = GPT2(read_config(folder, asked), build_attention(VARIANTS[attention]())).eval()
     load_pretrained(model, folder)
     return model
 
@@ -58,7 +58,7 @@ def released(tmp_path_factory) -> tuple[Path, GPT2LMHeadModel]:
 
 @pytest.fixture
 def copy(released, tmp_path) -> Path:
-    """A released folder of one's own to damage."""
+    """Return a copy of the released folder that a test may damage."""
     return Path(shutil.copytree(released[0], tmp_path / "copy"))
 
 
@@ -67,7 +67,7 @@ def tokens_of(length: int = 65) -> torch.Tensor:
 
 
 def assert_same_model(ours: GPT2, theirs: GPT2LMHeadModel, length: int = 64) -> None:
-    """Logits to 1e-5 of their size, and the loss."""
+    """Compare logits, to 1e-5 of their norm, and the loss."""
     tokens = tokens_of(length)
     with torch.no_grad():
         expected = theirs(tokens, labels=tokens)  # which shifts the labels itself
@@ -85,7 +85,7 @@ def test_their_weights_give_their_logits_and_loss_here(released, attention):
 
 
 def test_their_weights_get_their_gradients_here(released):
-    """The tied table's among them, which comes from the embedding and from the head."""
+    """The tied table gets gradients from the embedding and from the head."""
     folder, theirs = released
     ours, tokens = load(folder), tokens_of()[:, :64]
     ours(tokens[:, :-1], tokens[:, 1:]).backward()
@@ -103,7 +103,7 @@ def test_their_weights_get_their_gradients_here(released):
 @pytest.mark.parametrize("attention", EXACT)
 def test_our_weights_give_our_logits_and_loss_there(tmp_path, attention):
     config = ModelConfig(n_layer=3, n_head=3, n_embd=48, context_length=64, vocab_size=211)
-    ours = GPT2(config, build_attention(AttentionConfig(attention))).eval()
+    ours = GPT2(config, build_attention(VARIANTS[attention]())).eval()
     randomise(ours)
     save_pretrained(config, ours.state_dict(), tmp_path / "new" / "export", eot=210)
     theirs, info = GPT2LMHeadModel.from_pretrained(tmp_path / "new" / "export", output_loading_info=True)
@@ -146,8 +146,8 @@ def test_a_shorter_context_takes_the_first_positions(released):
     assert_same_model(ours, theirs, length=20)
 
 
-def test_a_longer_context_is_refused_with_the_longest_there_is(released):
-    with pytest.raises(UserError, match="model.context_length=65 .* set model.context_length=64 or less"):
+def test_a_context_beyond_the_position_table_is_refused(released):
+    with pytest.raises(UserError, match="model.context_length=65 exceeds .* set model.context_length=64 or less"):
         load(released[0], asked=ModelConfig(context_length=65))
 
 
@@ -169,8 +169,8 @@ def test_another_architecture_is_refused(copy):
     ],
     ids=lambda changes: next(iter(changes)),
 )
-def test_a_gpt2_of_other_arithmetic_is_refused_or_computed_as_it_asks(tmp_path, changes):
-    """config.json can ask for a variation that has the same weights, such as stanford-crfm's scaling by the layer."""
+def test_a_gpt2_with_other_options_is_refused_or_computed(tmp_path, changes):
+    """config.json can ask for a variant with the same weights, such as stanford-crfm's scaling by layer."""
     theirs = release(tmp_path, **changes)
     try:
         ours = load(tmp_path)
@@ -182,7 +182,7 @@ def test_a_gpt2_of_other_arithmetic_is_refused_or_computed_as_it_asks(tmp_path, 
 @pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
 def test_a_folder_without_one_of_its_files_is_refused_by_its_name(copy, name):
     (copy / name).unlink()
-    with pytest.raises(UserError, match=f"model.pretrained=.* holds no {name}"):
+    with pytest.raises(UserError, match=f"model.pretrained=.* has no {name}"):
         load(copy)
 
 
@@ -210,8 +210,8 @@ def test_a_broken_description_is_refused_by_name(copy, text):
     [("n_embd", 96), ("n_layer", 4), ("n_layer", 2), ("n_positions", 128), ("vocab_size", 250), ("vocab_size", 130)],
     ids=lambda value: str(value),
 )
-def test_a_description_of_other_weights_than_those_beside_it_is_refused(copy, key, value):
-    """Whatever the file lacks would be left at random or zero, and what it has too much would be left out."""
+def test_a_config_that_does_not_fit_the_weights_is_refused(copy, key, value):
+    """Otherwise missing weights would stay random, and extra weights would be ignored."""
     description = json.loads((copy / CONFIG).read_text())
     (copy / CONFIG).write_text(json.dumps(description | {key: value}))
     with pytest.raises(UserError, match=WEIGHTS):
@@ -219,17 +219,17 @@ def test_a_description_of_other_weights_than_those_beside_it_is_refused(copy, ke
 
 
 @pytest.mark.parametrize("source", ["./no/such/folder", "/no/such/folder", "~/no/such/folder"])
-def test_a_folder_that_is_not_there_is_not_asked_for_elsewhere(source):
+def test_a_missing_folder_is_not_looked_up_on_the_hub(source):
     with pytest.raises(UserError, match=f"model.pretrained={source} does not exist; give a folder"):
         find_pretrained(source)
 
 
-def test_a_file_is_told_to_be_no_folder():
-    with pytest.raises(UserError, match=f"model.pretrained={__file__} is no folder; give a folder"):
+def test_a_file_is_not_a_folder():
+    with pytest.raises(UserError, match=f"model.pretrained={__file__} is not a folder; give a folder"):
         find_pretrained(__file__)
 
 
 @pytest.mark.parametrize("source", ["nobody/no-such-gpt2", "no-such-gpt2"])
-def test_a_name_that_is_neither_here_nor_in_reach_is_refused(source):
-    with pytest.raises(UserError, match=f"checkpoint={source} is no folder.*check the name and the network"):
+def test_a_hub_id_without_a_network_is_refused(source):
+    with pytest.raises(UserError, match=f"checkpoint={source} is not a folder.*check the name and the network"):
         find_pretrained(source, key="checkpoint")

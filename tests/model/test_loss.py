@@ -8,13 +8,13 @@ from model.loss import cross_entropy
 
 
 def table_of(*logits: float, padding: float) -> torch.Tensor:
-    """A head of width 1 padded to 64 rows: for the hidden state 1 its logits are these."""
+    """Return a head of width 1, padded to 64 rows, which gives these logits for the hidden state 1."""
     return torch.tensor([*logits] + [padding] * (64 - len(logits)))[:, None]
 
 
 @pytest.mark.parametrize("padding", [-1e4, 0.0, 1e4])
 def test_the_padding_takes_no_part_by_hand(padding):
-    """exp of the logits is 1, 2 and 5 in a sum of 8: targets 2 and 0 cost ln(8/5) and ln(8)."""
+    """exp(logits) is 1, 2 and 5, with sum 8. So targets 2 and 0 cost ln(8/5) and ln(8)."""
     weight = table_of(0.0, math.log(2), math.log(5), padding=padding)
     loss = cross_entropy(torch.ones(1, 2, 1), weight, torch.tensor([[2, 0]]), vocab_size=3)
     assert loss.item() == pytest.approx((math.log(8 / 5) + math.log(8)) / 2, rel=1e-6)
@@ -42,7 +42,7 @@ def test_loss_and_gradients_are_those_of_the_unpadded_table(vocab_size):
 
 
 def test_16_bit_logits_are_summed_in_fp32():
-    """A sum over 50,257 equal terms, which bf16, with 8 bits, could not hold to 1 in 10,000."""
+    """bf16 cannot hold a sum of 50,257 equal terms to 1 in 10,000."""
     hidden, weight = torch.ones(1, 4, 8, dtype=torch.bfloat16), torch.zeros(50_304, 8, dtype=torch.bfloat16)
     loss = cross_entropy(hidden, weight, torch.tensor([[0, 1, 50_000, 50_256]]), vocab_size=50_257)
     assert loss.dtype == torch.float32

@@ -17,12 +17,12 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from data.loader import DataError
+from data.token_files import TokenWriter
 from data.tokenizers import get_tokenizer
-from data.tokens import TokenWriter
 from errors import UserError
-from model.attention import VARIANTS
+from model.attention import BUILT_IN
 from tests.e2e import run, train
-from trainer.evaluation import EvaluationConfig, count_words, perplexity, score, windows
+from trainer.evaluation import count_words, perplexity, score, window_sizes, windows
 
 pytest_plugins = ["tests.e2e"]
 TEXTS = [
@@ -49,15 +49,14 @@ def test_every_token_but_the_first_is_scored_once_with_all_the_context_there_is(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"context_length": 65}, "context_length=65 is longer than the model's 64"),
-        ({"stride": 65}, "stride=65 would leave tokens out"),
-        ({"context_length": 8, "stride": 9}, "stride=9 would leave tokens out"),
-        ({"stride": 0}, "stride=0 must be at least 1"),
+        ((65, None), "context_length=65 exceeds the model's 64 positions"),
+        ((None, 65), "stride=65 exceeds the context of 64 tokens and would leave tokens out"),
+        ((8, 9), "stride=9 exceeds the context of 8 tokens"),
     ],
 )
 def test_windows_that_leave_tokens_out_are_refused(settings, message):
     with pytest.raises(UserError, match=message):
-        EvaluationConfig(**settings).sizes(64)
+        window_sizes(*settings, 64)
 
 
 def test_a_file_that_is_cut_while_it_is_scored_is_told(tmp_path):
@@ -101,8 +100,8 @@ def corpus(tmp_path_factory, gpt2_tokenizer):
 
 
 def evaluated(folder, *overrides: str) -> tuple[dict, str]:
-    overrides = "eval_only=true", "device=cpu", "train.batch_size=2", f"hydra.run.dir={folder}", *overrides
-    out = run("train.py", *overrides).ok().out
+    overrides = "device=cpu", "batch_size=2", f"hydra.run.dir={folder}", *overrides
+    out = run("evaluate.py", *overrides).ok().out
     return json.loads((folder / "evaluation.json").read_text()), out
 
 
@@ -120,11 +119,11 @@ def by_transformers(model, tokens: np.ndarray, stride: int) -> float:
             return nats / done
 
 
-@pytest.mark.parametrize("attention", VARIANTS)
+@pytest.mark.parametrize("attention", BUILT_IN)
 @pytest.mark.parametrize("stride", [CONTEXT, 24])
 def test_a_hugging_face_model_scores_as_transformers_says(tmp_path, hugging_face, corpus, attention, stride):
     model, folder = hugging_face
-    overrides = f"checkpoint={folder}", "data=tokens", f"data.dir={corpus}", f"evaluation.stride={stride}"
+    overrides = f"checkpoint={folder}", "data=tokens", f"data.dir={corpus}", f"stride={stride}"
     result, out = evaluated(tmp_path, *overrides, f"attention={attention}")
     tokens = np.fromfile(corpus / "val.bin", dtype="<u2")
     expected = by_transformers(model, tokens, stride)
@@ -148,34 +147,33 @@ def test_a_model_trained_in_a_window_is_not_scored_without_it(tmp_path, workplac
     data = "checkpoint=run", "data=tokens", "data.dir=tokens", "data.tokenizer=byte"
     evaluated(tmp_path, *data, *window)
     for attention in (("attention=flash2",), ("attention=local", "attention.window=8")):
-        outcomes = run("train.py", "eval_only=true", *data, *attention), run("sample.py", data[0], *attention)
+        outcomes = run("evaluate.py", *data, *attention), run("sample.py", data[0], *attention)
         for outcome in outcomes:
             assert outcome.code == 2
-            assert "checkpoint=run was trained with attention=local attention.window=4, and" in outcome.err
+            assert "checkpoint=run was trained with attention=local attention.window=4, but" in outcome.err
     resumed = "checkpoint.resume=run/checkpoints", "train.max_steps=9", "optimizer.lr=1e300", "attention=flash2"
-    replay = re.search(r"replay=\S+", train("later", *resumed).err)[0]
-    run("train.py", replay, data[0]).ok()  # the attention is that of the step
+    record = re.search(r"record=\S+", train("later", *resumed).err)[0]
+    run("replay.py", record, data[0]).ok()  # the attention is that of the step
     assert "trained with attention=local attention.window=4" in run("export.py", data[0], "to=exported").ok().out
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("eval_only=true",), "eval_only=true needs a model; give checkpoint=FILE"),
-        (("checkpoint=somewhere",), "is what eval_only=true evaluates; to train on from it set checkpoint.resume"),
-        (("eval_only=true", "checkpoint=nowhere", "data=stdlib"), "checkpoint=nowhere is no folder"),
+        ((), "checkpoint has no value; give it as checkpoint=..."),
+        (("checkpoint=nowhere", "data=stdlib"), "checkpoint=nowhere is no"),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused_in_a_sentence(tmp_path, overrides, message):
-    outcome = run("train.py", "device=cpu", f"hydra.run.dir={tmp_path}", *overrides)
+    outcome = run("evaluate.py", "device=cpu", f"hydra.run.dir={tmp_path}", *overrides)
     assert outcome.code == 2 and message in outcome.err and len(outcome.err.splitlines()) == 1
 
 
 def test_other_tokens_than_the_models_are_refused(tmp_path, hugging_face, trained):
     overrides = f"checkpoint={hugging_face[1]}", "data=tokens", "data.tokenizer=byte"
     folder = f"data.dir={trained.parent / 'tokens'}"
-    outcome = run("train.py", "eval_only=true", "device=cpu", f"hydra.run.dir={tmp_path}", folder, *overrides)
-    assert outcome.code == 2 and "was trained on gpt2 tokens, and" in outcome.err
+    outcome = run("evaluate.py", "device=cpu", f"hydra.run.dir={tmp_path}", folder, *overrides)
+    assert outcome.code == 2 and "was trained on gpt2 tokens, but" in outcome.err
 
 
 def test_the_perplexity_of_a_loss_that_is_no_figure():

@@ -1,87 +1,61 @@
-"""Out of memory: on a CPU by a model that refuses what is too large for it, on a GPU by a limit."""
+"""Out of memory: the sentence that ends the run, and its remedies."""
 
 import re
 
 import pytest
 import torch
 
-from kernels.naive.definition import standard_attention
+from data.loader import TrainLoader
+from model.attention import NaiveConfig
 from model.gpt2 import GPT2, ModelConfig
 from tests.e2e import train
 from trainer.config import TrainConfig
 from trainer.distributed.world import World
-from trainer.memory import candidates, out_of_memory
+from trainer.memory import out_of_memory
 from trainer.precision import Compute
 
 pytest_plugins = ["tests.e2e"]
 
 
-def limit(monkeypatch, tokens: int, kept: float) -> None:
-    """A model that runs out of memory above so many tokens; with full checkpointing above 1 / `kept` as many."""
-    forward = GPT2.forward
-
-    def limited(self, inputs, *args, **kwargs):
-        if inputs.numel() > tokens / (kept if self.h[0].activation_checkpointing == "full" else 1):
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity")
-        return forward(self, inputs, *args, **kwargs)
-
-    monkeypatch.setattr(GPT2, "forward", limited)
-
-
-def test_candidates_keep_the_sequences_of_a_step():
-    found = list(candidates(batch_size=6, micro_steps=2, context=128, own="none"))
-    assert [settings for settings, *_ in found] == [
-        "train.batch_size=4 train.grad_accumulation=3",
-        "train.batch_size=3 train.grad_accumulation=4",
-        "train.batch_size=2 train.grad_accumulation=6",
-        "train.batch_size=1 train.grad_accumulation=12",
-        "train.batch_size=1 train.grad_accumulation=12 train.activation_checkpointing=selective",
-        "train.batch_size=1 train.grad_accumulation=12 train.activation_checkpointing=full",
-        "train.batch_size=1 train.grad_accumulation=12 train.activation_checkpointing=full model.context_length=64",
-    ]
-    sizes = [(1, 128, "none"), (1, 128, "selective"), (1, 128, "full"), (1, 64, "full")]
-    assert [tuple(size) for _, *size in found[-4:]] == sizes
-    forgetful = list(candidates(batch_size=6, micro_steps=2, context=128, own="full"))
-    assert [settings for settings, *_ in forgetful] == [settings for settings, *_ in found[:4] + found[6:]]
-    assert {checkpointing for *_, checkpointing in forgetful} == {"full"}
+def compute_of(size: int, parallel: str) -> Compute:
+    return Compute(torch.device("cpu"), torch.float32, World(rank=size - 1, size=size, parallel=parallel))
 
 
 @pytest.mark.parametrize(
-    ("tokens", "kept", "remedy"),
+    ("settings", "remedy"),
     [
-        (300, 1, "train.batch_size=4 train.grad_accumulation=2"),
-        (50, 0.5, "train.batch_size=1 train.grad_accumulation=8 train.activation_checkpointing=full"),
-        (
-            32,
-            0.5,
-            "train.batch_size=1 train.grad_accumulation=8 train.activation_checkpointing=full model.context_length=64",
-        ),
-        (10, 1, None),
+        ({"batch_size": 8}, "set train.batch_size=4 train.grad_accumulation=2 or set train.activation_checkpointing="),
+        ({"batch_size": 6, "grad_accumulation": 2}, "set train.batch_size=3 train.grad_accumulation=4 or"),
+        ({"batch_size": 5}, "set train.batch_size=1 train.grad_accumulation=5 or"),
+        ({"batch_size": 1}, "set train.activation_checkpointing=selective or choose a shorter"),
+        ({"batch_size": 1, "activation_checkpointing": "full"}, "choose a shorter model.context_length or a smaller m"),
     ],
-    ids=["smaller micro-batches", "checkpointing", "a shorter context", "nothing"],
 )
-def test_settings_that_fit_are_named_and_do(workplace, monkeypatch, tokens, kept, remedy):
-    limit(monkeypatch, tokens, kept)
-    large = ("train.batch_size=8", f"model.context_length={128 if tokens == 32 else 64}", "train.max_steps=2")
-    outcome = train("run", *large)
+def test_the_remedies_keep_the_sequences_of_a_step(settings, remedy):
+    shape = ModelConfig(n_layer=1, n_head=2, n_embd=32, context_length=64, vocab_size=65)
+    model = GPT2(shape, NaiveConfig().build())
+    told = out_of_memory("no room", model, TrainConfig(**settings), compute_of(1, "none"))
+    assert told.startswith("out of memory (no room): a GPT-2 of ") and "model.context_length=64; " + remedy in told
+
+
+def test_a_run_that_runs_out_of_memory_ends_with_a_sentence(workplace, monkeypatch):
+    def refuse(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity")
+
+    monkeypatch.setattr(TrainLoader, "next_batches", refuse)
+    outcome = train("run", "train.batch_size=8")
     (sentence,) = outcome.err.splitlines()
-    assert outcome.code == 2 and "CUDA out of memory. Tried to allocate 2.00 GiB" in sentence
-    assert "train.batch_size=8, model.context_length=" in sentence and "M parameters" in sentence
-    if remedy is None:
-        assert sentence.endswith("choose a smaller model")
-    else:
-        assert sentence.endswith(f"what fits is {remedy}")
-        train("again", *large, *remedy.split()).ok()
+    assert outcome.code == 2 and "(CUDA out of memory. Tried to allocate 2.00 GiB)" in sentence
+    assert "train.batch_size=8, model.context_length=32; set train.batch_size=4 train.grad_accumulation=2" in sentence
 
 
 @pytest.mark.gpu
-def test_settings_that_are_named_fit_on_the_gpu(workplace):
+def test_settings_that_need_too_much_memory_end_with_a_sentence_on_the_gpu(workplace):
     torch.cuda.set_per_process_memory_fraction(2**30 / torch.cuda.get_device_properties(0).total_memory)
     try:
         large = ("device=cuda", "model.n_embd=256", "train.batch_size=4096", "train.max_steps=3", "train.compile=false")
         outcome = train("run", *large)
         assert outcome.code == 2 and re.search(r"out of memory at a peak of [01]\.\d GiB", outcome.err)
-        train("again", *large, *re.search(r"what fits is (.*)", outcome.err).group(1).split()).ok()
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
@@ -89,14 +63,15 @@ def test_settings_that_are_named_fit_on_the_gpu(workplace):
 @pytest.mark.parametrize(
     ("parallel", "own", "remedy"),
     [
-        ("ddp", "none", "lower train.batch_size or set train.activation_checkpointing=full or set parallel=fsdp"),
-        ("ddp", "full", "lower train.batch_size or set parallel=fsdp"),
-        ("fsdp", "full", "lower train.batch_size"),
+        ("ddp", "none", "set train.activation_checkpointing=selective or set parallel=fsdp or choose a shorter"),
+        ("ddp", "full", "set parallel=fsdp or choose a shorter"),
+        ("fsdp", "full", "choose a shorter"),
     ],
 )
-def test_one_of_several_processes_names_its_share_and_what_is_left_to_set(parallel, own, remedy):
-    compute = Compute(torch.device("cpu"), torch.float32, World(rank=1, size=2, parallel=parallel))
+def test_one_of_several_processes_names_its_share(parallel, own, remedy):
     shape = ModelConfig(n_layer=1, n_head=2, n_embd=32, context_length=64, vocab_size=65)
-    told = out_of_memory("no room", GPT2(shape, standard_attention, own), None, compute, TrainConfig(batch_size=8))
+    settings = TrainConfig(batch_size=8, activation_checkpointing=own)
+    told = out_of_memory("no room", GPT2(shape, NaiveConfig().build(), own), settings, compute_of(2, parallel))
     assert told.startswith("process 1 of 2: out of memory (no room): a GPT-2 of ")
-    assert told.endswith(f"train.batch_size=4, model.context_length=64; {remedy}")
+    shared = "train.batch_size=4, model.context_length=64; set train.batch_size=2 train.grad_accumulation=4 or "
+    assert shared + remedy in told

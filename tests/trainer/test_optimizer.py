@@ -10,10 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from errors import UserError
-from kernels.adamw import triton_kernel
-from model.attention import AttentionConfig, build_attention
+from kernels.adamw import triton_kernels
+from model.attention import NaiveConfig, build_attention
 from model.gpt2 import GPT2, ModelConfig
-from trainer.optimizer import AdamW, OptimizerConfig, build_optimizer, learning_rate, optimizer_step
+from trainer.optimizer import AdamW, OptimizerConfig, build_optimizer, clip_gradients, learning_rate, set_learning_rate
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 UNSCALED = torch.amp.GradScaler("cpu", enabled=False)
@@ -23,7 +23,7 @@ UNSCALED = torch.amp.GradScaler("cpu", enabled=False)
 def model() -> GPT2:
     torch.manual_seed(0)
     config = ModelConfig(n_layer=2, n_head=2, n_embd=32, context_length=8, vocab_size=65)
-    return GPT2(config, build_attention(AttentionConfig("naive")))
+    return GPT2(config, build_attention(NaiveConfig()))
 
 
 def gradients_of(model: nn.Module, seed: int) -> list[torch.Tensor]:
@@ -36,7 +36,17 @@ def take_step(model, optimizer, gradients, *, lr=0.01, grad_clip=0.0, scaler=UNS
     scale = scaler.scale(torch.ones((), device=gradients[0].device))
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         parameter.grad = gradient * scale
-    return optimizer_step(optimizer, scaler, lr, grad_clip)
+    return step(optimizer, scaler, lr, grad_clip)
+
+
+def step(optimizer, scaler, lr: float, grad_clip: float) -> torch.Tensor:
+    """Take the step as train.train_step does, and return the gradient norm."""
+    set_learning_rate(optimizer, lr)
+    norm = clip_gradients(optimizer, scaler, grad_clip)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+    return norm
 
 
 def state_of(model, optimizer) -> list[torch.Tensor]:
@@ -176,8 +186,8 @@ def test_a_gradient_that_is_not_finite_leaves_no_trace(model, bad, scaled, grad_
 @pytest.mark.parametrize("scaled", [False, True], ids=["without a scaler", "with the scaler of fp16"])
 def test_steps_on_a_gpu_are_those_of_torchs_fused_adamw(model, scaled, monkeypatch):
     """One of them with a gradient that is not finite, and another after the state was saved and loaded."""
-    launches, adamw_ = [], triton_kernel.adamw_
-    monkeypatch.setattr(triton_kernel, "adamw_", lambda *args, **config: launches.append(adamw_(*args, **config)))
+    launches, adamw_ = [], triton_kernels.adamw_
+    monkeypatch.setattr(triton_kernels, "adamw_", lambda *args, **config: launches.append(adamw_(*args, **config)))
     nets = [model.cuda(), copy.deepcopy(model)]
     kinds = AdamW, torch.optim.AdamW
     optimizers = [build_optimizer(net, OptimizerConfig(), kind) for net, kind in zip(nets, kinds, strict=True)]
@@ -217,7 +227,7 @@ def test_the_kernel_steps_weights_that_are_split(model, mesh):
             net(tokens, tokens).backward()
         for ours, theirs in zip(*(net.parameters() for net in nets), strict=True):
             theirs.grad.copy_(ours.grad)  # keys' biases have none but what rounding leaves, which AdamW makes large
-        norms = [optimizer_step(optimizer, UNSCALED, 0.01, 0.1) for optimizer in optimizers]
+        norms = [step(optimizer, UNSCALED, 0.01, 0.1) for optimizer in optimizers]
         torch.testing.assert_close(*norms)
     for ours, theirs in zip(*(state_of(*pair) for pair in zip(nets, optimizers, strict=True)), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from errors import UserError
-from model.attention import AttentionConfig, build_attention
+from model.attention import VARIANTS, build_attention
 from model.gpt2 import GPT2, ModelConfig
 from trainer.precision import PrecisionConfig, choose_compute
 
@@ -70,7 +70,7 @@ def test_bf16_reaches_the_products_but_neither_loss_nor_weights_nor_gradients(at
     """bf16 keeps 8 bits, so that the loss is off by far more than fp32 would be, but by less than 1 %."""
     torch.manual_seed(0)
     config = ModelConfig(n_layer=2, n_head=2, n_embd=64, context_length=32, vocab_size=257)
-    model = GPT2(config, build_attention(AttentionConfig(attention)))
+    model = GPT2(config, build_attention(VARIANTS[attention]()))
     tokens = torch.randint(257, (4, 33))
     losses = {}
     for precision in ("fp32", "bf16"):

@@ -1,7 +1,7 @@
 from bench.attention import charts
 from bench.attention.contenders import available
-from bench.attention.shapes import CELLS, PASSES
-from model.attention import VARIANTS
+from bench.attention.shapes import PASSES, SHAPES
+from model.attention import BUILT_IN
 from tests.bench.stopwatch import made_up_rows, row
 
 
@@ -18,12 +18,18 @@ def test_charts_of_the_same_rows_are_the_same_bytes(tmp_path):
     assert drawn[0] == drawn[1]
 
 
-def test_charts_show_the_papers_shapes_alone(tmp_path):
+def test_charts_show_only_the_papers_shapes(tmp_path):
     assert charts.panel_of(row("flash2")) == charts.Panel(64, True)
-    others = [row("flash2", cell=cell) for cell in CELLS if not cell.name.startswith(("d64", "d128"))]
+    others = [row("flash2", shape=shape) for shape in SHAPES if not shape.name.startswith(("d64", "d128"))]
     assert len(others) == 4 and not any(map(charts.panel_of, others))
     assert charts.draw(others, tmp_path / "attention.json", {"gpu": None}) == []
 
 
+def test_a_function_of_the_user_is_drawn_under_its_own_name():
+    figure = charts.figure_of([row("flash2"), row("my_module:mine")], "title")
+    [legend] = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["flash2 (ours)", "my_module:mine"]
+
+
 def test_every_variant_has_a_look():
-    assert {*available(), *VARIANTS, "fa2", "fa3"} - {"sdpa"} <= set(charts.LOOKS)
+    assert {*available(), *BUILT_IN, "fa2", "fa3"} - {"sdpa"} <= set(charts.LOOKS)

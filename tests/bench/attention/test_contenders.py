@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from bench.attention.contenders import available, bind, draw, load_fa3
-from bench.attention.shapes import Cell
+from bench.attention.contenders import available, bind, draw_inputs, load_fa3
+from bench.attention.shapes import AttentionShape
 from errors import UserError
 from kernels.flash2 import flash2
 from kernels.naive.definition import standard_attention
@@ -10,27 +10,27 @@ from tests.bench.stopwatch import TINY, measure
 
 
 def test_grouped_heads_are_measured_too():
-    cell = Cell("grouped", batch=1, seq_len=20, heads=4, head_dim=16, kv_heads=2, causal=False)
+    shape = AttentionShape("grouped", batch=1, seq_len=20, heads=4, head_dim=16, kv_heads=2, causal=False)
     variants = {"naive": standard_attention, "flash2": flash2, "sdpa_flash": available()["sdpa_flash"]}
-    assert {row["status"] for row in measure(variants, cell).values()} == {"ok"}
+    assert {row["status"] for row in measure(variants, shape).values()} == {"ok"}
 
 
-def test_gpt2s_cell_gives_views_of_one_projection_and_flash2_its_packed_operator():
-    cell = Cell("packed", batch=2, seq_len=20, heads=2, head_dim=16, packed=True)
-    data = draw(cell, "cpu")
-    ours, theirs = (bind(name, f, cell, data) for name, f in [("flash2", flash2), ("naive", standard_attention)])
+def test_gpt2s_shape_gives_views_of_one_projection_and_flash2_its_packed_operator():
+    shape = AttentionShape("packed", batch=2, seq_len=20, heads=2, head_dim=16, packed=True)
+    data = draw_inputs(shape, "cpu")
+    ours, theirs = (bind(name, f, shape, data) for name, f in [("flash2", flash2), ("naive", standard_attention)])
     assert [x.shape for x in ours.leaves] == [(2, 20, 3, 2, 16)]
     assert [x.stride() for x in theirs.leaves] == [(20 * 96, 96, 16, 1)] * 3
     assert {x.untyped_storage().data_ptr() for x in ours.leaves + theirs.leaves} == {data.qkv.data_ptr()}
-    assert {row["status"] for row in measure({"naive": standard_attention, "flash2": flash2}, cell).values()} == {"ok"}
+    assert {row["status"] for row in measure({"naive": standard_attention, "flash2": flash2}, shape).values()} == {"ok"}
 
 
-def test_torchs_variants_get_their_heads_first_and_the_others_their_tokens():
-    data = draw(TINY, "cpu")
+def test_torchs_variants_get_heads_first_and_the_others_tokens_first():
+    data = draw_inputs(TINY, "cpu")
     (q, *_), (mine, *_) = (bind(name, flash2, TINY, data).leaves for name in ("sdpa_cudnn", "fa3"))
     assert q.transpose(1, 2).is_contiguous() and mine.is_contiguous() and torch.equal(q, mine)
 
 
-def test_a_library_that_is_none_is_refused(tmp_path):
-    with pytest.raises(UserError, match="--fa3-library"):
+def test_a_file_that_is_not_a_library_is_refused(tmp_path):
+    with pytest.raises(UserError, match="fa3_library=.* cannot be loaded"):
         load_fa3(tmp_path / "_C.so")

@@ -1,4 +1,4 @@
-"""Runs as train.py leaves them, and the browser that their page is opened in."""
+"""Made-up runs, and the browser for their page."""
 
 import os
 import shutil
@@ -13,13 +13,13 @@ from tests.bench.report.made_up import save_run
 
 @pytest.fixture
 def write_run(tmp_path) -> Callable[..., Path]:
-    """save_run, for names below one folder."""
+    """Return save_run for names below one folder."""
     return lambda name, *metrics, **settings: save_run(tmp_path / "runs" / name, *metrics, **settings)
 
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
-    """The Chromium that CHROMIUM names, which has to work then, or else one on the path."""
+    """Start the Chromium that CHROMIUM names, or one on the path; skip if there is none."""
     installed = (shutil.which(name) for name in ("chromium", "chromium-browser", "google-chrome"))
     path = os.environ.get("CHROMIUM") or next(filter(None, installed), None)
     if path is None:

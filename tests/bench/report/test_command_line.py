@@ -1,25 +1,18 @@
-"""python -m bench.report: what it takes, and what it refuses in one sentence."""
+"""python -m bench.report: the page it writes, and mistakes on the command line."""
 
-import sys
 from pathlib import Path
 
 import pytest
 
-from bench.report.__main__ import main
+from bench.report import readme
+from tests.e2e import run
 
-
-def report(monkeypatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["report", *arguments])
-    try:
-        main()
-    except SystemExit as ended:
-        return ended.code or 0
-    return 0
+PROGRAM = "bench/report/__main__.py"
 
 
 @pytest.fixture
 def here(write_run, tmp_path, monkeypatch) -> Path:
-    for name in ("a", "b"):
+    for name in ("a", "b", "c,d"):
         write_run(name, {1: {"train/loss": 3.0}})
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
@@ -27,52 +20,49 @@ def here(write_run, tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def test_page_of_named_runs_is_written_where_told(here, monkeypatch, capsys):
-    assert report(monkeypatch, "runs=runs/a,runs/b") == 0
+def test_the_page_is_written_where_out_says(here):
+    assert run(PROGRAM, "runs=[runs/a,runs/b,'runs/c,d']").ok().out == "report in report.html\n"
     assert "<!doctype html>" in Path("report.html").read_text()
-    assert report(monkeypatch, "runs=runs", "out=new/folder/page.html") == 0
+    assert run(PROGRAM, "runs=runs", "out=new/folder/page.html").ok().out == "report in new/folder/page.html\n"
     assert Path("new/folder/page.html").read_text() == Path("report.html").read_text()
-    assert capsys.readouterr().out == "report in report.html\nreport in new/folder/page.html\n"
+    run(PROGRAM, "runs=runs/*", "out=glob.html").ok()
+    assert Path("glob.html").read_text() == Path("report.html").read_text()
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("", ["runs=FOLDER", "--readme"]),
+        ("", ["runs=FOLDER", "results=FOLDER"]),
         ("out=x.html", ["runs=FOLDER"]),
-        ("run=runs", ["run is no setting", "runs, results, out"]),
-        ("runs", ["runs has no value", "runs=..."]),
+        ("run=runs", ["run is no", "did you mean runs?"]),
+        ("runs=runs/a,runs/b", ["runs", "'key=[a,b]'"]),
         ("runs=runs/*x", ["runs=runs/*x does not exist"]),
         ("runs=empty", ["runs=empty", "no metrics.jsonl"]),
+        ("runs={a:b}", ["does not exist"]),
         ("runs=runs results=empty", ["results=empty", "bench/results"]),
-        ("runs=runs out=empty", ["out=empty is a folder", "out=empty/report.html"]),
+        ("runs=runs out=empty", ["out=empty is a folder", "name a file in the folder"]),
         ("runs=runs out=file/page.html", ["out=file/page.html cannot be written", "another file"]),
-        ("--check", ["--check", "--readme"]),
-        ("--readme runs=runs", ["--readme takes no runs=runs"]),
     ],
 )
-def test_mistake_is_refused_in_one_sentence(here, monkeypatch, capsys, arguments, words):
+def test_a_mistake_is_one_sentence(here, arguments, words):
     before = sorted(here.rglob("*"))
-    assert report(monkeypatch, *arguments.split()) == 2
-    out, err = capsys.readouterr()
-    (sentence,) = err.splitlines()
-    assert out == "" and sentence.startswith("error: ") and [word for word in words if word not in sentence] == []
+    outcome = run(PROGRAM, *arguments.split())
+    (sentence,) = outcome.err.splitlines()
+    assert outcome.code == 2 and outcome.out == ""
+    assert sentence.startswith("error: ") and [word for word in words if word not in sentence] == []
     assert sorted(here.rglob("*")) == before
 
 
-def test_help_tells_both_uses(monkeypatch, capsys):
-    assert report(monkeypatch, "--help") == 0
-    out = capsys.readouterr().out
-    assert [word for word in ("runs=", "results=", "out=", "--readme", "--check") if word not in out] == []
+def test_help_names_every_setting():
+    out = run(PROGRAM, "--help").ok().out
+    assert [
+        word for word in ("runs=outputs", "'runs=[outputs/a,outputs/b]'", "results", "out") if word not in out
+    ] == []
 
 
-def test_readme_is_checked(monkeypatch, tmp_path, capsys):
-    from bench.report import readme
-
-    assert report(monkeypatch, "--readme", "--check") == 0
-    changed = tmp_path / "README.md"
-    changed.write_text(readme.README.read_text().replace("<!-- parity -->\n", "<!-- parity -->\nedited"))
+def test_the_readme_is_updated(monkeypatch, tmp_path):
+    changed, whole = tmp_path / "README.md", readme.README.read_text()
+    changed.write_text(whole.replace("<!-- parity -->\n", "<!-- parity -->\nedited"))
     monkeypatch.setattr(readme, "README", changed)
-    assert report(monkeypatch, "--readme", "--check") == 2
-    assert "run python -m bench.report --readme" in capsys.readouterr().err
-    assert "edited" in changed.read_text(), "a check changes nothing"
+    readme.run(readme.ReadmeSettings())
+    assert changed.read_text() == whole

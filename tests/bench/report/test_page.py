@@ -1,4 +1,4 @@
-"""The page, opened and used in headless Chromium."""
+"""The report page in headless Chromium."""
 
 import json
 import math
@@ -9,8 +9,8 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from bench.report.page import write_page
+from bench.report.page_tables import read_results
 from bench.report.runs import read_runs
-from bench.report.tables import read_results
 from tests.bench.report.made_up import save_run
 from tests.e2e import ROOT
 
@@ -20,7 +20,7 @@ PAPER = {"width": 680, "height": 1000}  # A4 without its margins
 
 
 def metrics(steps: int, loss: float) -> dict[int, dict]:
-    """Ten steps a row, a validation every second row."""
+    """Return a row for every ten steps, with a validation in every second row."""
     rows = {}
     for step in range(10, steps + 1, 10):
         now = loss + 5 / step
@@ -33,7 +33,7 @@ def metrics(steps: int, loss: float) -> dict[int, dict]:
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory) -> Path:
-    """Of three ordinary runs, one with a single row, one without any, and one that somebody named with care."""
+    """Write a page of three ordinary runs, one with a single row, one without rows, and one with a hostile name."""
     folder = tmp_path_factory.mktemp("report")
     runs = [
         save_run(folder / "naive", metrics(200, 3.0), "naive"),
@@ -47,13 +47,13 @@ def report(tmp_path_factory) -> Path:
     config.write_text(config.read_text().replace("project: gpt2-flash", f"project: {json.dumps(HOSTILE)}"))
     (folder / "results.json").write_text(json.dumps({"environment": {"gpu": HOSTILE}, "rows": [{HOSTILE: HOSTILE}]}))
     out = folder / "report.html"
-    write_page(read_runs(list(map(str, runs))), read_results(str(folder)), out)
+    write_page(read_runs(list(map(str, runs))), read_results(str(folder)), out, failed=["3_naive", HOSTILE])
     return out
 
 
 @pytest.fixture(scope="module")
 def opened(browser, report) -> tuple[Page, list[str]]:
-    """The report in a window, and what it asks of the network or complains of."""
+    """Open the report; return the page and its requests, messages, errors and dialogs."""
     page, noise = browser.new_page(viewport=WINDOW), []
     page.on("request", lambda request: noise.append(request.url))
     page.on("console", lambda message: noise.append(message.text))
@@ -66,7 +66,7 @@ def opened(browser, report) -> tuple[Page, list[str]]:
 
 @pytest.fixture
 def page(opened, report) -> Page:
-    """The one window of all tests, as opening it takes seconds; each leaves it as it was."""
+    """Share one window, because opening it takes seconds. Each test must restore its state."""
     page, noise = opened
     yield page
     page.emulate_media(media="screen", color_scheme="light")
@@ -83,16 +83,20 @@ def axis(page: Page, name: str, key: str = "train/loss") -> dict:
 
 
 def curves(page: Page) -> list[int]:
-    """How many curves each chart shows."""
+    """Return the number of curves of each chart."""
     return page.locator(".chart").evaluate_all(
         "all => all.map(one => one.querySelectorAll('.scatterlayer .trace').length)"
     )
 
 
 def place(page: Page, x: float, y: float) -> tuple[float, float]:
-    """A place in the first chart, in fractions of its plot, as one of the window."""
+    """Convert fractions of the first chart's plot to window coordinates."""
     area = chart(page).locator(".nsewdrag").bounding_box()
     return area["x"] + x * area["width"], area["y"] + y * area["height"]
+
+
+def test_failed_jobs_are_named_and_escaped(page):
+    assert page.locator("#failed").inner_text() == f"Failed jobs: 3_naive, {HOSTILE}"
 
 
 def test_pointing_shows_every_runs_value_there(page):
@@ -154,20 +158,21 @@ def test_dragging_zooms_and_a_hidden_run_leaves_the_zoom(page):
     assert axis(page, "xaxis.range") == pytest.approx(whole)
 
 
-def test_a_metric_that_was_not_finite_is_a_gap(page):
+def test_a_metric_that_is_not_finite_is_a_gap(page):
     values = chart(page, "val/perplexity").evaluate("element => element.data[0].y")
     assert len(values) == 10 and values[2] is None and None not in values[:2] + values[3:]
 
 
-def test_charts_are_those_of_the_metrics_there_are(page):
+def test_only_logged_metrics_have_charts(page):
     captions = page.locator("figcaption").all_inner_texts()
     assert not any("utilisation" in caption or "GPU" in caption for caption in captions)
     assert len(captions) == len(page.locator(".chart").all()) == 7
 
 
-def test_settings_that_differ_stand_alone_and_the_others_are_folded_away(page):
+def test_settings_that_differ_are_shown_and_the_others_are_folded(page):
     table = page.locator("#settings > .scroll th")
-    assert table.all_inner_texts() == ["run", "attention.name", "train.max_steps", "wandb.project"]
+    differing = ["attention.name", "train.max_steps", "wandb.project", "attention.backend", "attention.deterministic"]
+    assert table.all_inner_texts() == ["run", *differing]
     expect(page.locator("#settings > .scroll")).to_contain_text(HOSTILE)
     shared = page.locator("#settings details")
     expect(shared.get_by_text("model.context_length")).to_be_hidden()
@@ -184,12 +189,12 @@ def test_a_click_on_a_column_sorts_by_it(page):
     speed = page.locator("#summary th button", has_text="tokens/s")
     number = names.index("tokens/s") + 1
     speed.click()
-    assert column(number) == ["294", "303", "312", "323", "333", "-"], "what is missing stays last"
+    assert column(number) == ["294", "303", "312", "323", "333", "-"], "missing values stay last"
     speed.click()
     assert column(number) == ["333", "323", "312", "303", "294", "-"]
 
 
-def test_paper_gets_whole_charts_in_black_on_white_without_controls(page):
+def test_print_has_whole_charts_in_black_on_white_without_controls(page):
     page.emulate_media(media="print", color_scheme="dark")
     expect(page.locator("#controls")).to_be_hidden()
     colours = page.evaluate("[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]")
@@ -203,8 +208,8 @@ def test_paper_gets_whole_charts_in_black_on_white_without_controls(page):
     assert page.evaluate("document.documentElement.scrollWidth") <= PAPER["width"]
 
 
-def test_all_columns_of_the_benchmarks_tables_are_on_paper(browser, tmp_path):
-    """However many, and without breaking a number or a word."""
+def test_all_columns_of_the_benchmark_tables_fit_on_paper(browser, tmp_path):
+    """Numbers and words are not broken."""
     runs = read_runs([str(save_run(tmp_path / "run", metrics(200, 3.0)))])
     write_page(runs, read_results(str(ROOT / "bench" / "results" / "h200")), tmp_path / "report.html")
     page = browser.new_page(viewport=PAPER)
@@ -215,7 +220,7 @@ def test_all_columns_of_the_benchmarks_tables_are_on_paper(browser, tmp_path):
     page.close()
 
 
-def test_on_paper_all_is_unfolded_and_afterwards_as_the_reader_had_it(page):
+def test_print_unfolds_everything_and_afterwards_restores_the_page(page):
     parts, folded = page.locator("details"), page.locator("details:not([open])")
     count = parts.count()
     parts.last.locator("summary").click()

@@ -1,0 +1,64 @@
+"""Text of the tables and charts: Markdown tables, lengths, and numbers that are never rounded in flash2's favour."""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from matplotlib.axes import Axes
+
+
+def table(header: Sequence[str], lines: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Return a Markdown table. The first `left` columns are text, the others numbers."""
+    marks = ["---"] * left + ["--:"] * (len(header) - left)
+    head, *body = (f"| {' | '.join(cells)} |" for cells in (header, *lines))
+    return "\n".join([head, f"|{'|'.join(marks)}|", *body])
+
+
+def at_least(x: float, decimals: int = 2) -> str:
+    """Return x rounded down."""
+    return f"{math.floor(10**decimals * x) / 10**decimals:,.{decimals}f}"
+
+
+def at_most(x: float, decimals: int = 2) -> str:
+    """Return x rounded up."""
+    return f"{math.ceil(10**decimals * x) / 10**decimals:,.{decimals}f}"
+
+
+def speed_text(speed: float, ours: bool, decimals: int = 2) -> str:
+    """Return a speed, rounded down if it is ours and up if it is a rival's."""
+    return at_least(speed, decimals) if ours else at_most(speed, decimals)
+
+
+def cost_text(cost: float, ours: bool, decimals: int = 2) -> str:
+    """Return a time or an amount of memory, rounded up if it is ours and down if it is a rival's."""
+    return at_most(cost, decimals) if ours else at_least(cost, decimals)
+
+
+def value_text(row: dict | None, key: str, text: Callable[[float], str] = "{:.2f}".format) -> str:
+    """Return the value of a row, its status if the row has no value, or a dash if there is no row."""
+    if row is None:
+        return "-"
+    return row["status"].upper() if row["status"] != "ok" else text(row[key])
+
+
+def whole_speed(row: dict | None, key: str, ours: bool) -> str:
+    """Return the value_text of a speed without decimals."""
+    return value_text(row, key, partial(speed_text, ours=ours, decimals=0))
+
+
+def length_text(tokens: int) -> str:
+    """Return a length such as 512, 1k or 16k."""
+    return f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
+
+
+def label_lengths(axes: Axes, rows: list[dict], key: str = "seq_len") -> None:
+    """Make the x axis logarithmic, with the lengths of the rows as its ticks."""
+    lengths = sorted({row[key] for row in rows if key in row})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, map(length_text, lengths))
+
+
+def alone_note(rows: list[dict]) -> str:
+    """Return a sentence about the rows that were not measured in alternation with the others, or an empty string."""
+    count = sum(row.get("alone", False) and row["status"] == "ok" for row in rows)
+    return f" {count} values were timed alone, for lack of memory beside the others." if count else ""

@@ -1,0 +1,62 @@
+"""The Markdown page and the pictures of a table, made from its results file."""
+
+from collections import Counter
+from pathlib import Path
+
+from bench.attention.charts import save
+from bench.common.results import read_results
+from bench.paper.tables import load_table
+from errors import UserError
+
+
+def read_table(path: Path) -> dict:
+    """Return the results in a table's file. Raise a UserError if they cannot be read or give no page."""
+    results = read_results(path)
+    try:
+        if not {row["status"] for row in results["rows"]} <= {"ok", "oom", "failed"}:
+            raise ValueError("a row has an unknown status")
+        page(path.stem.removeprefix("paper-"), results)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise UserError(f"{path} is damaged ({why}); restore it, or measure all again with resume=false") from error
+    return results
+
+
+def publish(name: str, results: dict, folder: Path) -> None:
+    """Write a table's page and its pictures to `folder`, beside its results."""
+    (folder / f"paper-{name}.md").write_text(page(name, results))
+    pictures = getattr(load_table(name), "pictures", lambda rows, device: {})
+    for ending, figure in pictures(results["rows"], device_of(results)).items():
+        for suffix in ("png", "svg"):
+            save(figure, folder / f"paper-{name}{ending}.{suffix}")
+
+
+def page(name: str, results: dict) -> str:
+    """Return a table's page: title, table, failures, and the environment of the measurement."""
+    table, rows, where = load_table(name), results["rows"], results["environment"]
+    failures = dict.fromkeys(f"- {description(row)}" for row in rows if row["status"] == "failed")
+    parts = [f"# {table.TITLE}", table.markdown(rows)]
+    parts += ["Failed:\n\n" + "\n".join(failures)] if failures else []
+    warning = "Smoke sizes, which say nothing about speed. " if results["size"] == "smoke" else ""
+    versions = f"torch {where['torch']}, Triton {where['triton']}, {commits_of(results)}, {where['date']}"
+    return "\n\n".join([*parts, f"{warning}Measured on {device_of(results)} ({versions})."]) + "\n"
+
+
+def description(row: dict) -> str:
+    """Return the keys of a cell, or of a failed row with its message, in words."""
+    hidden = "status", "message", "commit"
+    words = ", ".join(f"{key} {value}" for key, value in row.items() if value is not None and key not in hidden)
+    return f"{words}: {row['message']}" if row.get("message") else words
+
+
+def commits_of(results: dict) -> str:
+    """Return the commits of the rows, with the number of rows of each if there are several."""
+    first = results["environment"]["commit"]
+    counts = Counter(row.get("commit", first)[:12] for row in results["rows"])
+    if len(counts) < 2:
+        return f"commit {min(counts, default=first[:12])}"
+    return "commits " + ", ".join(f"{commit} ({count} rows)" for commit, count in counts.items())
+
+
+def device_of(results: dict) -> str:
+    return results["environment"]["gpu"] or "a CPU"

@@ -1,0 +1,89 @@
+"""FlashAttention (Dao et al., 2022), table 2: training GPT-2 small and medium at a context of 1k."""
+
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from itertools import product
+
+from bench.common.formatting import cost_text, table, value_text, whole_speed
+from bench.common.timing import Gpu
+from bench.paper import perplexities, training_steps
+from bench.paper.perplexities import OTHER_SEEDS, SEED, perplexity_cell
+from bench.paper.settings import PaperSettings
+from bench.paper.training_steps import by_label, compared, label, speed_cell, speed_of
+
+TITLE = "FlashAttention's table 2: training GPT-2 at a context of 1k"
+SIZES = {"full": (1024, {"gpt2": 32, "gpt2-medium": 16}), "smoke": (16, {"gpt2-nano": 1})}
+NAMES = {
+    "huggingface": "Hugging Face, eager",
+    "fused_softmax": "`fused_softmax`, Megatron-LM's",
+    "naive": "`naive`",
+    "sdpa": "`sdpa`",
+    "flash1": "`flash1`",
+    "flash2": "`flash2`",
+}
+# Implementation, perplexity on OpenWebText, days on 8 A100, speedup.
+PAPER = {
+    ("gpt2", "huggingface"): ("Huggingface", 18.2, 9.5, 1.0),
+    ("gpt2", "fused_softmax"): ("Megatron-LM", 18.2, 4.7, 2.0),
+    ("gpt2", "flash1"): ("FlashAttention", 18.2, 2.7, 3.5),
+    ("gpt2-medium", "huggingface"): ("Huggingface", 14.2, 21.0, 1.0),
+    ("gpt2-medium", "fused_softmax"): ("Megatron-LM", 14.3, 11.5, 1.8),
+    ("gpt2-medium", "flash1"): ("FlashAttention", 14.3, 6.9, 3.0),
+}
+
+
+def cells(settings: PaperSettings) -> list[dict]:
+    """Return the speeds of both models; with tokens, also their perplexities and `naive` from other seeds."""
+    context, models = SIZES[settings.size]
+    trainers = [("huggingface", "naive"), *(("ours", name) for name in NAMES if name != "huggingface")]
+    every = product(models.items(), trainers)
+    speeds = [speed_cell(*trainer, model, context, batch, settings) for (model, batch), trainer in every]
+    if not settings.tokens:
+        return speeds
+    plain = [cell for cell in speeds if label(cell) == "naive"]
+    others = [perplexity_cell(cell, settings, seed) for cell in plain for seed in OTHER_SEEDS]
+    return speeds + [perplexity_cell(cell, settings) for cell in speeds] + others
+
+
+def measure(cell: dict, gpu: Gpu, settings: PaperSettings) -> Iterator[dict]:
+    return (training_steps if cell["measured"] == "speed" else perplexities).measure(cell, gpu, settings)
+
+
+def markdown(rows: list[dict]) -> str:
+    """Return our numbers beside the paper's, then the perplexities of `naive` from other seeds."""
+    speeds, learned = by_label(rows), compared_perplexities(rows)
+    lines = []
+    for model, context in dict.fromkeys((model, context) for model, context, _ in speeds):
+        base = speed_of(speeds.get((model, context, "huggingface")))
+        for name, text in NAMES.items():
+            row, ours = speeds.get((model, context, name)), name == "flash2"
+            measured = [whole_speed(row, key, ours) for key in ("tokens_per_second", "tflops")]
+            memory = value_text(row, "peak_gib", partial(cost_text, ours=ours, decimals=1))
+            derived, theirs = compared(speed_of(row), base, ours, PAPER.get((model, name)))
+            perplexity = value_text(learned.get((SEED, model, name)), "perplexity")
+            lines.append([model, text, *measured, memory, *derived, perplexity, *theirs])
+        for seed in sorted(seed for seed, of_model, _ in learned if of_model == model and seed != SEED):
+            perplexity = value_text(learned[seed, model, "naive"], "perplexity")
+            lines.append([model, f"`naive`, seed {seed}", *["-"] * 5, perplexity, *["-"] * 4])
+    header = ["model", "attention", "tokens/s", "TFLOP/s", "GiB", "days", "x Hugging Face", "perplexity"]
+    batches = dict.fromkeys(f"{row['batch_size']} ({row['model']})" for row in rows)
+    run = next(iter(learned.values()), None)
+    perplexity = f"of `{run['tokens']}` after {run['steps']} steps" if run else "needs tokens=FOLDER"
+    return (
+        f"{table([*header, 'paper', 'ppl', 'days', 'x'], lines, left=2)}\n\nbf16, micro-batches of "
+        f"{', '.join(batches)}. Days: 400k steps of 512 x 1024 tokens on 8 such devices with "
+        f"perfect scaling. Perplexity: validation, {perplexity}. Hugging Face's model runs eager attention and is not "
+        "compiled; compare with `naive` for the gain of attention alone. The paper's columns: 8 A100, OpenWebText."
+    )
+
+
+def compared_perplexities(rows: list[dict]) -> dict[tuple[int, str, str], dict]:
+    """Return the rows of perplexity by seed, model and label.
+
+    Only rows of the same tokens and number of steps compare. The most frequent pair counts, or the newest one.
+    """
+    found = [row for row in rows if row["measured"] == "perplexity" and "seed" in row]
+    counts = Counter((row["tokens"], row["steps"]) for row in reversed(found))
+    run = max(counts, key=counts.get, default=None)
+    return {(r["seed"], r["model"], label(r)): r for r in found if (r["tokens"], r["steps"]) == run}

@@ -1,0 +1,115 @@
+"""Time against length, heads and batch: the gain of a grid over query tiles.
+
+flash1 launches one program per head and sequence, flash2 one per tile of queries. If batch x heads is smaller than the
+number of multiprocessors, flash1 leaves some idle, and its time does not fall with the work. If both grids fill the
+GPU, only the kernels differ.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from bench.attention.charts import LOOKS
+from bench.attention.measurement import measure_shape
+from bench.attention.shapes import AttentionShape
+from bench.common.formatting import alone_note, label_lengths, table
+from bench.common.timing import Gpu
+from bench.paper.attentions import attention_named
+from bench.paper.settings import PaperSettings
+
+TITLE = "Scaling with length, heads and batch: flash1's grid and flash2's"
+VARIANTS = "flash1", "flash2"
+AXES = {"seq_len": "sequence length", "heads": "heads", "batch": "batch"}
+HEAD_DIM = 64
+# The fixed sizes, and the values of the size that grows.
+SIZES = {
+    "full": {
+        "seq_len": ({"batch": 1, "heads": 16}, (512, 1024, 2048, 4096, 8192, 16384)),
+        "heads": ({"batch": 1, "seq_len": 4096}, (1, 2, 4, 8, 16, 32, 64, 128, 256)),
+        "batch": ({"heads": 12, "seq_len": 1024}, (1, 2, 4, 8, 16, 32, 64)),
+    },
+    "smoke": {
+        "seq_len": ({"batch": 1, "heads": 1}, (32, 64, 128)),
+        "heads": ({"batch": 1, "seq_len": 32}, (1, 2)),
+        "batch": ({"heads": 1, "seq_len": 32}, (1, 2)),
+    },
+}
+ROUNDS = {"full": 10, "smoke": 1}
+
+
+def cells(settings: PaperSettings) -> list[dict]:
+    return [{"grows": axis} for axis in AXES]
+
+
+def measure(cell: dict, gpu: Gpu, settings: PaperSettings) -> Iterator[dict]:
+    """Yield a row for each value, attention and pass, measured in alternation after a check against fp64."""
+    fixed, values = SIZES[settings.size][cell["grows"]]
+    attentions = {name: attention_named(name, settings) for name in VARIANTS}
+    for value in values:
+        shape = AttentionShape("scaling", **fixed, **{cell["grows"]: value}, head_dim=HEAD_DIM)
+        yield from measure_shape(shape, attentions, gpu, ROUNDS[settings.size])
+
+
+def curve(rows: list[dict], axis: str, variant: str, pass_: str) -> dict[int, float]:
+    """Return the milliseconds by the value of the size that grows."""
+    kind = axis, variant, pass_
+    chosen = (r for r in rows if r["status"] == "ok" and (r["grows"], r["variant"], r["pass"]) == kind)
+    return {row[axis]: row["ms"] for row in sorted(chosen, key=lambda row: row[axis])}
+
+
+def slope(points: dict[int, float]) -> float:
+    """Return the exponent p of the best fit x^p, by least squares of the logarithms."""
+    return float(np.polyfit(np.log(list(points)), np.log(list(points.values())), 1)[0])
+
+
+def slopes(points: dict[int, float]) -> tuple[str, str]:
+    """Return the slope of all points and of the last two, or dashes for fewer than two points."""
+    last = dict(list(points.items())[-2:])
+    return (f"{slope(points):.2f}", f"{slope(last):.2f}") if len(points) > 1 else ("-", "-")
+
+
+def markdown(rows: list[dict]) -> str:
+    """Return the milliseconds of both attentions along each axis, and the slopes."""
+    parts = []
+    for axis, name in AXES.items():
+        curves = {(v, p): curve(rows, axis, v, p) for p in ("forward", "backward") for v in VARIANTS}
+        values = sorted({x for points in curves.values() for x in points})
+        lines = [[f"{x:,}", *(f"{c[x]:.3f}" if x in c else "-" for c in curves.values())] for x in values]
+        both = zip(*map(slopes, curves.values()), strict=True)
+        lines += [[text, *found] for text, found in zip(("slope", "slope of the last two"), both, strict=True)]
+        header = [name, *(f"`{v}` {p}" for v, p in curves)]
+        about = f"Against {AXES[axis]}, with {fixed_text(rows, axis)} and heads of {HEAD_DIM}:"
+        parts.append(f"{about}\n\n{table(header, lines)}")
+    note = (
+        "Milliseconds in bf16 with a causal mask. A slope is the exponent of the power that the milliseconds follow; "
+        f"the work alone grows with exponents 2, 1 and 1.{alone_note(rows)}"
+    )
+    return "\n\n".join([*parts, note])
+
+
+def fixed_text(rows: list[dict], axis: str) -> str:
+    """Return the sizes that are fixed while `axis` grows."""
+    row = next((row for row in rows if row["grows"] == axis and "seq_len" in row), None)
+    return ", ".join(f"{name} {row[key]:,}" for key, name in AXES.items() if key != axis) if row else "-"
+
+
+def pictures(rows: list[dict], device: str) -> dict[str, Figure]:
+    """Draw milliseconds against each axis, both logarithmic: forward as lines, backward dashed."""
+    figure = Figure(figsize=(12, 4.8), layout="constrained")
+    for axes, (axis, name) in zip(figure.subplots(1, len(AXES)), AXES.items(), strict=True):
+        label_lengths(axes, [row for row in rows if row["grows"] == axis], axis)
+        axes.set_yscale("log")
+        for variant in VARIANTS:
+            for pass_, line in (("forward", "o-"), ("backward", "o--")):
+                if points := curve(rows, axis, variant, pass_):
+                    exponent = ", slope {}, at the end {}".format(*slopes(points)) if len(points) > 1 else ""
+                    look = {"color": LOOKS[variant][1], "markersize": 4, "label": f"{variant} {pass_}{exponent}"}
+                    axes.plot(list(points), list(points.values()), line, **look)
+        axes.set(xlabel=name, ylabel="ms")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_title(fixed_text(rows, axis), fontsize="medium")
+        if axes.lines:
+            axes.legend(frameon=False, fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.16))
+    figure.suptitle(f"{device}, heads of {HEAD_DIM}")
+    return {"": figure}

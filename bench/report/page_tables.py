@@ -1,0 +1,175 @@
+"""The tables of a report: runs side by side, their settings, and the results of benchmarks."""
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from bench.report.runs import TrainingRun, differing, in_common
+from errors import UserError
+
+
+class TableCell(NamedTuple):
+    """The text of a cell, and the number that the column is sorted by, if any."""
+
+    text: str
+    order: float | None = None
+
+
+class Table(NamedTuple):
+    """A table with a title and a note on the whole table."""
+
+    title: str
+    note: str
+    columns: list[str]
+    rows: list[list[TableCell]]
+
+    def is_numeric(self, column: int) -> bool:
+        """Return whether a column holds numbers, which are aligned to the right."""
+        return any(row[column].order is not None for row in self.rows)
+
+
+def json_cell(value: object) -> TableCell:
+    """Return the cell of a JSON value: numbers with at least four digits, commits with twelve."""
+    if value is None:
+        return TableCell("-")
+    if isinstance(value, bool):
+        return TableCell("yes" if value else "no")
+    if isinstance(value, int):
+        return TableCell(f"{value:,}", value)
+    if isinstance(value, float) and math.isfinite(value):
+        return TableCell(f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}", value)
+    return TableCell(str(value)[: 12 if re.fullmatch(r"[0-9a-f]{40}", str(value)) else None])
+
+
+def summary(runs: list[TrainingRun]) -> Table:
+    """Return one row per run, the lowest final validation loss first, without columns that are empty for all runs."""
+
+    def last(run: TrainingRun, key: str) -> float | None:
+        values = list(run.series(key).values())
+        return values[-1] if values else None
+
+    def show(value: float | None, form: str, missing: str = "-") -> TableCell:
+        return TableCell(missing) if value is None else TableCell(form.format(value), value)
+
+    def ending(run: TrainingRun, key: str, form: str) -> TableCell:
+        return show(last(run, key), form, "not finite" if run.series(key) else "-")
+
+    def row_of(run: TrainingRun) -> dict[str, TableCell]:
+        return {
+            "run": TableCell(run.name),
+            "context": TableCell(run.settings.get("model.context_length", "-") if len(contexts) > 1 else "-"),
+            "steps": TableCell(steps(run), last(run, "step")),
+            "training loss": ending(run, "train/loss", "{:.4f}"),
+            "validation loss": ending(run, "val/loss", "{:.4f}"),
+            "lowest validation loss": show(min(run.finite("val/loss"), default=None), "{:.4f}"),
+            "perplexity": ending(run, "val/perplexity", "{:,.2f}"),
+            "tokens/s": show(run.typical("perf/tokens_per_second"), "{:,.0f}"),
+            "TFLOP/s": show(run.typical("perf/tflops"), "{:,.4g}"),
+            "MFU": show(run.typical("perf/mfu"), "{:.1%}"),
+            "peak GPU memory": show(max(run.finite("memory/peak_allocated_gib"), default=None), "{:.1f} GiB"),
+            "peak process memory": show(max(run.finite("memory/peak_rss_gib"), default=None), "{:.1f} GiB"),
+            "training time": duration(run.seconds()),
+        }
+
+    contexts = {run.settings.get("model.context_length") for run in runs}
+    rows = [row_of(run) for run in sorted(runs, key=lambda run: (last(run, "val/loss") is None, last(run, "val/loss")))]
+    filled = [column for column in (rows[0] if rows else ()) if any(row[column].text != "-" for row in rows)]
+    note = (
+        "Losses are the last ones, in nats per token, and perplexity is from the last validation. Speeds are medians "
+        "over the second half of a run. Training time excludes compilation, evaluation and saving."
+    )
+    return Table("Summary", note, filled, [[row[column] for column in filled] for row in rows])
+
+
+def steps(run: TrainingRun) -> str:
+    """Return the last step of a run, and the planned number of steps if it differs."""
+    reached, wanted = (run.rows[-1]["step"] if run.rows else 0), run.settings.get("train.max_steps", "")
+    return f"{reached}" if wanted in ("", str(reached)) else f"{reached} of {wanted}"
+
+
+def duration(seconds: list[float]) -> TableCell:
+    """Return the last of `seconds` as hours, minutes and seconds."""
+    if not seconds:
+        return TableCell("-")
+    minutes, s = divmod(round(seconds[-1]), 60)
+    return TableCell(f"{minutes // 60}:{minutes % 60:02}:{s:02}", seconds[-1])
+
+
+def differences(runs: list[TrainingRun]) -> Table:
+    """Return the settings that differ, one row per run. If none differ, the only column is the run."""
+    keys = differing(runs)
+    rows = [[TableCell(run.name), *(TableCell(run.settings.get(key, "-")) for key in keys)] for run in runs]
+    return Table("Settings that differ", "", ["run", *keys], rows)
+
+
+def common(runs: list[TrainingRun]) -> Table:
+    rows = [[TableCell(key), TableCell(value)] for key, value in in_common(runs).items()]
+    return Table("Settings in common", "", ["setting", "value"], rows)
+
+
+def read_results(place: str) -> list[Table]:
+    """Return the tables of all results files in and below a folder.
+
+    A file of bench.paper gives the tables of its page; any other file gives a table for each list of rows.
+    """
+    folder = Path(place)
+    files = sorted(folder.rglob("*.json"))
+    if not files:
+        raise UserError(f"results={place} has no JSON files; give a folder of results, such as bench/results")
+    return [table for file in files for table in read_file(file, str(file.relative_to(folder).with_suffix("")))]
+
+
+def read_file(path: Path, name: str) -> list[Table]:
+    try:
+        if path.with_suffix(".md").is_file():
+            return read_page(path.with_suffix(".md"))
+        content = json.loads(path.read_text())
+        parts = {key: value for key, value in content.items() if isinstance(value, list)}
+        about = content["environment"] | {key: v for key, v in content.items() if not isinstance(v, list | dict)}
+        titles = {key: name if key == "rows" or Path(name).name == key else f"{name}, {key}" for key in parts}
+        return [table_of(rows, titles[key], about) for key, rows in parts.items()]
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        raise UserError(f"{path} is not a results file of bench; move it away, or name another folder") from error
+
+
+def read_page(path: Path) -> list[Table]:
+    """Return the tables of a Markdown page. A paragraph is a note of the next table, or else of the last one."""
+    title, *parts = path.read_text().replace("`", "").strip().split("\n\n")
+    tables, notes = [], []
+    for part in parts:
+        lines = part.splitlines()
+        if len(lines) < 2 or not all(line.startswith("|") for line in lines):
+            notes.append(" ".join(lines))
+            continue
+        header, _, *rows = ([word.strip() for word in line.strip("|").split("|")] for line in lines)
+        cells = [[printed(word) for word in row] for row in rows]
+        tables.append(Table(title.lstrip("# "), " ".join(notes), header, cells))
+        notes = []
+    tables[-1] = tables[-1]._replace(note=" ".join([tables[-1].note, *notes]).strip())
+    if len(tables) > 1:  # their first columns distinguish them
+        tables = [table._replace(title=f"{table.title}: {table.columns[0]}") for table in tables]
+    return tables
+
+
+def printed(text: str) -> TableCell:
+    """Return a cell of a page, sorted by its number if it begins with one."""
+    number = re.match(r"-?[\d,]+(\.\d+)?", text)
+    return TableCell(text, float(number[0].replace(",", "")) if number else None)
+
+
+def table_of(rows: list[dict], title: str, about: dict) -> Table:
+    """Return the table of a results file's rows.
+
+    Values that all rows share go to the note. Nested values, such as curves, and empty columns are left out.
+    """
+    keys = dict.fromkeys(key for row in rows for key in row)
+    values = {key: [row.get(key) for row in rows] for key in keys}
+    values = {key: of_key for key, of_key in values.items() if not any(isinstance(v, list | dict) for v in of_key)}
+    same = {key: of_key[0] for key, of_key in values.items() if len(of_key) > 1 and len(set(of_key)) == 1}
+    columns = [key for key, of_key in values.items() if key not in same and set(of_key) != {None}]
+    note = "; ".join(
+        ", ".join(f"{k} {json_cell(v).text}" for k, v in of.items() if v is not None) for of in (about, same) if of
+    )
+    return Table(title, note, columns, [[json_cell(row.get(key)) for key in columns] for row in rows])

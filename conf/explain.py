@@ -1,0 +1,94 @@
+"""One sentence, with the remedy, for each error that a user can fix."""
+
+import difflib
+import errno
+from collections.abc import Sequence
+
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+    ValidationError,
+)
+
+from errors import UserError, first_line, is_of_gpu_memory, is_of_memory, two_sentences
+from model.attention import unknown_setting as unknown_attention_setting
+
+PLACES = "outputs go to hydra.run.dir=..., tokens to data.dir=..., checkpoints to checkpoint.dir=..."
+SYNTAX = """write settings as key=value, lists as 'key=[a,b]', and text with commas, = or brackets as 'key="value"'"""
+FAILING_DISK = errno.ENOSPC, errno.EDQUOT, errno.EIO  # A failed write names no file.
+
+
+def sentence_of(error: Exception) -> str | None:
+    """Return what to print for an error that the user can fix, or None for any other error."""
+    if isinstance(error, (HydraException, OmegaConfBaseException)):
+        return explain(error)
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, OSError) and (error.filename or error.errno in FAILING_DISK):
+        return f"{error.filename or 'the disk'}: {error.strerror}; make room or choose another place: {PLACES}"
+    if is_of_memory(error):
+        device = "GPU memory" if is_of_gpu_memory(error) else "memory"
+        return (
+            f"out of {device} ({two_sentences(error)}); choose a smaller model or another device; in training, lower "
+            "train.batch_size or model.context_length"
+        )
+    return None
+
+
+def explain(error: Exception) -> str:
+    """Return one sentence for what Hydra or OmegaConf refused."""
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        return _unknown_choice(error)
+    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
+    if isinstance(cause, MissingMandatoryValue):
+        return f"{_full_key(cause)} has no value; give it as {_full_key(cause)}=..."
+    if isinstance(cause, ValidationError):
+        return f"{_full_key(cause)}: {_one_line(cause)}; see conf/schema.py and the dataclasses that it imports"
+    if isinstance(cause, (ConfigKeyError, ConfigAttributeError)):
+        parent, key = cause.parent_node, _full_key(cause)
+        if isinstance(parent, DictConfig) and key.startswith("attention.") and "name" in parent:
+            return unknown_attention_setting(parent.name, str(cause.key))
+        known = OmegaConf.to_container(parent) if isinstance(parent, DictConfig) else {}
+        known.pop("hydra", None)
+        groups = [group for group, settings in known.items() if isinstance(settings, dict) and key in settings]
+        return unknown_setting(key, [str(name) for name in known], [f"{group}.{key}" for group in groups])
+    if isinstance(error, OverrideParseException):
+        return f"{error.override}: {_one_line(error)}; {SYNTAX}"
+    line = _one_line(error)
+    if 'not detect "srun"' in line:
+        return f"{line.removesuffix('?')}; start this command on a Slurm cluster, or without hydra/launcher=slurm"
+    if line.startswith("Ambiguous value"):
+        return f"{line}; add -m to run one job per value, or write a list as 'key=[a,b]'"
+    return f"{line}; {SYNTAX}"
+
+
+def unknown_setting(key: str, known: list[str], meant: Sequence[str] = ()) -> str:
+    """Return the sentence for an unknown key. `known` are the keys of its group, `meant` the same name in others."""
+    group, _, name = key.rpartition(".")
+    suggestion = f" (did you mean {' or '.join(meant)}?)" if meant else _suggestion(name, known)
+    return f"{key} is not a setting{suggestion}; {group or 'the configuration'} has {', '.join(known)}"
+
+
+def _unknown_choice(error: MissingConfigException) -> str:
+    group, _, choice = error.missing_cfg_file.rpartition("/")
+    if choice.startswith("submitit"):
+        return f'{group} needs hydra-submitit-launcher; run pip install -e ".[slurm]"'
+    options = sorted(error.options or [])
+    return f"{group}={choice} is unknown{_suggestion(choice, options)}; choose one of {', '.join(options)}"
+
+
+def _suggestion(word: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def _full_key(error: OmegaConfBaseException) -> str:
+    return str(error.full_key or error.key)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(first_line(error).split())

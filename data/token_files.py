@@ -1,0 +1,195 @@
+"""Token files on disk: flat little-endian uint16 train.bin and val.bin (nanoGPT's format), described by meta.json.
+
+meta.json is written last. It holds `tokenizer`, `vocab_size`, `counts` (tokens and documents of each split), `source`
+(the settings that the files were made with) and `sha256` (of each file).
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from filelock import FileLock, Timeout
+
+from data.tokenizers import vocab_size
+from errors import UserError
+
+SPLITS = ("train", "val")
+DTYPE = np.dtype("<u2")
+
+
+def read_meta(folder: Path) -> dict | None:
+    """Return the content of `folder`/meta.json, or None if there is no such file.
+
+    Raises:
+        UserError: the file does not describe token files.
+    """
+    path = folder / "meta.json"
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+        types = [(meta["tokenizer"], str), (meta["source"], dict)]
+        types += [(meta["counts"][split]["tokens"], int) for split in SPLITS]
+    except FileNotFoundError:
+        return None
+    except NotADirectoryError as error:
+        raise UserError(f"data.dir={folder} is a file; give the folder of the token files") from error
+    except (ValueError, LookupError, TypeError):
+        types = [(None, dict)]
+    if not all(isinstance(value, kind) for value, kind in types):
+        raise UserError(f"{path} does not describe token files; delete it, or set another data.dir")
+    return meta
+
+
+def has_files(folder: Path) -> bool:
+    """Return whether both token files are in `folder`."""
+    return all((folder / f"{split}.bin").is_file() for split in SPLITS)
+
+
+class TokenWriter:
+    """Write train.bin and val.bin in `folder`/unfinished, so that a killed process can be continued.
+
+    Each `save` makes the tokens so far durable. The next process cuts off tokens written after the last `save`.
+    `finish` moves the files to `folder`, meta.json last.
+
+    Raises:
+        UserError: another process writes there, the unfinished files were begun with other settings, or `folder`
+            holds token files without a meta.json.
+    """
+
+    def __init__(self, folder: Path, settings: dict, *, resume: bool = True):
+        if read_meta(folder) is None and any((folder / f"{split}.bin").exists() for split in SPLITS):
+            raise UserError(f"{folder} holds token files without a meta.json; choose another data.dir or delete them")
+        self.folder, self.scratch, self.settings = folder, folder / "unfinished", settings
+        self.counts = {split: {"tokens": 0, "documents": 0} for split in SPLITS}
+        self.position: list[int] | None = None
+        """Where the next process continues to read; None at the start."""
+        self.skipped = 0
+        self.scratch.mkdir(parents=True, exist_ok=True)
+        self._lock = FileLock(self.scratch / "lock")
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout as error:
+            raise UserError(f"another process writes to {self.scratch}; wait for it, or stop it") from error
+        if resume and (self.scratch / "progress.json").exists():
+            progress = json.loads((self.scratch / "progress.json").read_text(encoding="utf-8"))
+            if differing := differences(progress["settings"], settings):
+                raise UserError(
+                    f"{self.scratch} was begun with {differing}; "
+                    "finish that first, delete it, or choose another data.dir"
+                )
+            self.counts, self.position, self.skipped = progress["counts"], progress["position"], progress["skipped"]
+        self._files = {split: self._open(split) for split in SPLITS}
+
+    def _open(self, split: str) -> BinaryIO:
+        file = open(self.scratch / f"{split}.bin", "ab")  # noqa: SIM115 (closed by `close`)
+        size = self.counts[split]["tokens"] * DTYPE.itemsize
+        if file.tell() < size:
+            raise UserError(f"{file.name} holds {file.tell()} bytes of the {size} written; delete {self.scratch}")
+        file.truncate(size)
+        return file
+
+    def write(self, split: str, block: bytes, documents: int) -> None:
+        """Append whole documents, each followed by end of text."""
+        with self._disk():
+            self._files[split].write(block)
+        self.counts[split]["tokens"] += len(block) // DTYPE.itemsize
+        self.counts[split]["documents"] += documents
+
+    def save(self) -> None:
+        """Make everything written so far durable, with `position` as the place to continue."""
+        with self._disk():
+            for file in self._files.values():
+                file.flush()
+                os.fsync(file.fileno())
+            progress = {"counts": self.counts, "position": self.position, "skipped": self.skipped}
+            self._write_json("progress.json", {"settings": self.settings} | progress)
+
+    @contextmanager
+    def _disk(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UserError(
+                f"{self.scratch} cannot be written ({error.strerror}); make room, and run the same command to continue"
+            ) from error
+
+    def finish(self, tokenizer: str, source: dict) -> dict:
+        """Move the files to `folder` and return the content of meta.json.
+
+        Raises:
+            UserError: a split has no documents. The unfinished files are deleted.
+        """
+        self._check_splits()
+        self.save()
+        meta = {"tokenizer": tokenizer, "vocab_size": vocab_size(tokenizer), "source": source, "counts": self.counts}
+        meta["sha256"] = {f"{split}.bin": checksum(self.scratch / f"{split}.bin") for split in SPLITS}
+        self._write_json("meta.json", meta)
+        self.close()
+        publish(self.folder)
+        return meta
+
+    def _check_splits(self) -> None:
+        documents = {split: self.counts[split]["documents"] for split in SPLITS}
+        if all(documents.values()):
+            return
+        self.close()
+        shutil.rmtree(self.scratch)
+        total = sum(documents.values())
+        if total < len(SPLITS):
+            raise UserError(
+                "the corpus has fewer than 2 documents, but train.bin and val.bin need one each; give more text, or "
+                "set data.document_start (without it, a .txt file, a .jsonl line and a .parquet row are one document)"
+            )
+        empty, change = ("val", "raise") if documents["train"] else ("train", "lower")
+        raise UserError(f"none of the {total} documents fell into {empty}.bin; {change} data.val_fraction")
+
+    def _write_json(self, name: str, content: dict) -> None:
+        partial = self.scratch / f"{name}.partial"
+        with open(partial, "w", encoding="utf-8") as file:
+            file.write(json.dumps(content, indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, self.scratch / name)
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+        self._lock.release()
+
+    def __enter__(self) -> "TokenWriter":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+
+def publish(folder: Path) -> None:
+    """Move finished token files out of `folder`/unfinished, if there are any. A killed call can be repeated."""
+    scratch = folder / "unfinished"
+    if not (scratch / "meta.json").exists():
+        return
+    (scratch / "progress.json").unlink(missing_ok=True)
+    # Remove the old meta.json first and move the new one last, so that a meta.json always describes its files.
+    (folder / "meta.json").unlink(missing_ok=True)
+    for name in ("train.bin", "val.bin", "meta.json"):
+        if (scratch / name).exists():
+            os.replace(scratch / name, folder / name)
+    shutil.rmtree(scratch)
+
+
+def checksum(path: Path) -> str:
+    """Return the SHA-256 of a file, in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def differences(before: dict, now: dict) -> str:
+    """Return the settings that differ as text, "a=1, not a=2", or an empty string."""
+    keys = [key for key in now if before.get(key) != now[key]]
+    was, wanted = (", ".join(f"{key}={side.get(key)}" for key in keys) for side in (before, now))
+    return f"{was}, not {wanted}" if keys else ""

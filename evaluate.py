@@ -1,0 +1,49 @@
+"""Score a trained GPT-2 on all validation tokens of a corpus: python evaluate.py checkpoint=... (help: --help)."""
+
+import json
+
+from conf.cli import launch, output_dir
+from conf.schema import EvaluateConfig
+from data.tokenizers import get_tokenizer
+from data.tokens import open_tokens
+from errors import UserError
+from model.attention import check_attention
+from trainer.distributed.world import refuse_several
+from trainer.evaluation import score, window_sizes
+from trainer.loading import load_model
+from trainer.loggers import finite
+from trainer.precision import choose_compute
+
+
+def evaluate(config: EvaluateConfig) -> None:
+    """Print loss and perplexity over all validation tokens, and write evaluation.json."""
+    refuse_several("evaluate.py")
+    compute, folder = choose_compute(config.device, config.precision), output_dir()
+    tokens = open_tokens(config.data)
+    model, tokenizer = load_model(config.checkpoint, config.attention)
+    if tokenizer != tokens.tokenizer:
+        raise UserError(
+            f"checkpoint={config.checkpoint} was trained on {tokenizer} tokens, but {tokens.dir} holds "
+            f"{tokens.tokenizer} tokens; prepare the data with data.tokenizer={tokenizer}"
+        )
+    context, stride = window_sizes(config.context_length, config.stride, model.config.context_length)
+    documents = config.data.document_mask
+    kind = {"head_dim": model.config.head_dim, "dtype": compute.dtype, "dropout_p": 0.0, "documents": documents}
+    check_attention(config.attention, device=compute.device, context_length=context, **kind)
+    sizes, file = {"context": context, "stride": stride, "batch": config.batch_size}, tokens.dir / "val.bin"
+    options = {"compute": compute, "document_mask": documents, "name": str(file)}
+    result = score(model.to(compute.device), tokens.val, get_tokenizer(tokenizer), **sizes, **options)
+    print(
+        f"{file}, {config.checkpoint}, {config.attention.name} attention, {compute}, context {context}, "
+        f"stride {stride}:\nloss {result.loss:.4f} nats, perplexity {result.perplexity:.3f} over {result.tokens:,} "
+        f"tokens; {result.word_perplexity:.3f} per word, over {result.words:,} words"
+    )
+    row = {"checkpoint": config.checkpoint, "data": str(tokens.dir), "attention": config.attention.name}
+    row |= {"val/loss": finite(result.loss), "val/perplexity": finite(result.perplexity), "tokens": result.tokens}
+    row |= {"val/word_perplexity": finite(result.word_perplexity), "words": result.words} | sizes
+    (folder / "evaluation.json").write_text(json.dumps(row, indent=2, allow_nan=False) + "\n")
+    print(f"outputs in {folder}")
+
+
+if __name__ == "__main__":
+    launch(evaluate, "evaluate")

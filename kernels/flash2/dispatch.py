@@ -1,0 +1,179 @@
+"""flash2 on a GPU: choose the warp-specialised kernels of Hopper, or the plain Triton kernels and their tiles.
+
+`uses_hopper_kernels` is the rule; `explain` describes its choice in one line.
+"""
+
+import logging
+from functools import cache, lru_cache
+
+import torch
+from torch import Tensor
+
+from kernels.common.launching import arch_of, are_aligned, fits_tma, triton_version, uses_tma
+from kernels.flash2.options import Options
+from kernels.flash2.tiles import (
+    HopperBackwardConfig,
+    HopperConfig,
+    HopperForwardConfig,
+    PlainTiles,
+    TileConfig,
+    hopper_config_for,
+    plain_tiles_for,
+    without_dq,
+)
+from kernels.flash2.triton_kernels import host as plain
+
+log = logging.getLogger(__name__)
+Settings = PlainTiles | HopperConfig
+
+
+def uses_hopper_kernels(pass_: str, arch: str, head_dim: int, dtype: torch.dtype, seq_k: int, options: Options) -> bool:
+    """Return whether the warp-specialised kernels of hopper_forward or hopper_backward compute this pass.
+
+    They need sm_90, Triton 3.6 or later, 16-bit inputs that TMA can read (the caller checks uses_tma), and no window,
+    documents or blocks. They run for the head sizes, masks and lengths that have rows in tiles.json, because they were
+    measured to be faster there. The plain kernels do the rest. That includes dQ of a deterministic backward, because
+    the Hopper kernel adds up dQ in varying order.
+    """
+    if arch != "sm_90" or triton_version() < (3, 6) or dtype.itemsize != 2:
+        return False
+    if options.window or options.documents is not None or options.blocks is not None:
+        return False
+    return hopper_config_for(pass_, head_dim, options.causal, seq_k, options.dropout_p > 0) is not None
+
+
+def explain(
+    head_dim: int,
+    dtype: torch.dtype,
+    causal: bool,
+    seq_len: int,
+    arch: str,
+    dropout_p: float = 0.0,
+    deterministic: bool = False,
+    documents: bool = False,
+) -> str:
+    """Return one line that says what flash2 launches for contiguous inputs of this kind on an architecture."""
+    tiles = plain_tiles_for(arch, head_dim, dtype, causal, seq_len, dropout_p > 0)
+    loads = "TMA" if arch == "sm_90" and dtype != torch.float32 else "pointers"
+    parts = {
+        name: f"{t.queries}x{t.keys} in {t.warps} warps and {t.stages} stages" for name, t in tiles._asdict().items()
+    }
+    asked = arch, head_dim, dtype, seq_len, Options(None, documents or None, causal=causal, dropout_p=dropout_p)
+    kind = head_dim, causal, seq_len, dropout_p > 0
+    forward = f"forward by plain Triton, {loads}, {parts['forward']}"
+    backward = f"backward by plain Triton, {loads}, {parts['key_gradient']}, {parts['query_gradient']}"
+    if uses_hopper_kernels("forward", *asked):
+        forward = f"forward by warp-specialised Gluon, {hopper_config_for('forward', *kind)}"
+    if uses_hopper_kernels("backward", *asked):
+        config = hopper_config_for("backward", *kind)
+        config = without_dq(config, head_dim) if deterministic else config
+        backward = f"backward by warp-specialised Gluon, {config}"
+        if not config.fused:
+            backward += f", dQ by plain Triton, {parts['query_gradient']}"
+    return f"{forward}; {backward}"
+
+
+@cache
+def _log_choice(pass_: str, kind: str, head_dim: int, dtype: torch.dtype, arch: str) -> None:
+    """Log one line the first time that a kind of kernels runs."""
+    log.info("flash2 %s of head_dim %d in %s on %s: %s kernels", pass_, head_dim, dtype, arch, kind)
+
+
+def _choose(
+    pass_: str, given: Settings | None, device: torch.device, dtype: torch.dtype, head_dim: int, seq_k: int,
+    options: Options, tma: bool,
+) -> Settings:  # fmt: skip
+    """Return the given settings, or the Hopper kernel's settings if it is used, or the plain kernels' tiles.
+
+    `tma` says whether TMA can read all inputs.
+    """
+    if given is not None:
+        return given
+    arch, kind = arch_of(device), (options.causal, seq_k, options.dropout_p > 0)
+    hopper = tma and uses_hopper_kernels(pass_, arch, head_dim, dtype, seq_k, options)
+    _log_choice(pass_, "warp-specialised Gluon" if hopper else "plain Triton", head_dim, dtype, arch)
+    return hopper_config_for(pass_, head_dim, *kind) if hopper else plain_tiles_for(arch, head_dim, dtype, *kind)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, *options, tiles: Settings | None = None) -> tuple[Tensor, Tensor]:
+    """Return O (B, T, H, D) contiguous and the logsumexp (B, H, T) fp32, as definition.forward does.
+
+    `tiles`, for tuning and comparisons, replaces the table's settings and so decides which kernels run.
+    """
+    options = Options(*options)
+    shapes = q.shape, k.shape, q.stride(), k.stride(), v.stride()
+    present = options.documents is not None, options.blocks is not None
+    plan = _plan_forward(q.dtype, q.device, *shapes, are_aligned(q, k, v), *present, options[3:], tiles)
+    config = plan[0]
+    if isinstance(config, HopperForwardConfig):
+        from kernels.flash2.hopper_forward import host as hopper  # needs Gluon, which uses_hopper_kernels checks
+
+        return hopper.forward(q, k, v, options, config)
+    return plain.forward(q, k, v, options, *plan)
+
+
+@lru_cache(maxsize=4096)
+def _plan_forward(
+    dtype: torch.dtype, device: torch.device, q_shape: torch.Size, k_shape: torch.Size,
+    q_stride: tuple, k_stride: tuple, v_stride: tuple, aligned: bool, documents: bool, blocks: bool,
+    options: tuple, given: Settings | None,
+) -> tuple[TileConfig | HopperForwardConfig, bool, int, tuple, tuple]:  # fmt: skip
+    """Return settings, whether TMA reads, programs, scalars and constants of a forward launch.
+
+    The result is cached: computing it takes the host the same time as launching.
+    """
+    (batch, seq_q, heads, head_dim), seq_k = q_shape, k_shape[1]
+    options = Options(None, documents or None, blocks or None, *options)
+    in_strides = q_stride[:3] + k_stride[:3] + v_stride[:3]
+    tma = aligned and fits_tma(device, dtype, in_strides)
+    config = _choose("forward", given, device, dtype, head_dim, seq_k, options, tma)
+    if isinstance(config, HopperForwardConfig):
+        return config, tma, 0, (), ()
+    tile = config.forward
+    out_strides = seq_q * heads * head_dim, heads * head_dim, head_dim
+    scalars = *in_strides, *out_strides, *plain.sizes_of(q_shape, k_shape, options)
+    constants = plain.constants_of(tile, head_dim, options, device.type == "cpu", tma)
+    return tile, tma, batch * heads * -(-seq_q // tile.queries), scalars, constants
+
+
+def backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *args, tiles: Settings | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return contiguous dq, dk and dv, as definition.backward does."""
+    grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    _backward_into(*grads, dout, q, k, v, *args, tiles=tiles)
+    return grads
+
+
+def backward_packed(dout: Tensor, qkv: Tensor, *args) -> tuple[Tensor, Tensor]:
+    """Return a contiguous gradient and its sums, as definition.backward_packed does; each part is written in place."""
+    *saved, with_sums = args
+    dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
+    sums = torch.empty(qkv.shape[2:] if with_sums else 0, dtype=torch.float32, device=qkv.device)
+    summed = _backward_into(*dqkv.unbind(2), dout, *qkv.unbind(2), *saved, sums=sums if with_sums else None)
+    if with_sums and not summed:
+        torch.sum(dqkv, (0, 1), dtype=sums.dtype, out=sums)
+    return dqkv, sums
+
+
+def _backward_into(
+    dq, dk, dv, dout, q, k, v, out, logsumexp, dlogsumexp, deterministic, *options,
+    tiles: Settings | None = None, sums: Tensor | None = None,
+) -> bool:  # fmt: skip
+    """Write dq, dk and dv, and return whether the kernels wrote `sums` too. dk and dv share their strides."""
+    options = Options(*options)
+    kind = q.device, q.dtype, q.shape[3], k.shape[1], options
+    config, delta = _choose("backward", tiles, *kind, uses_tma(q, k, v, dout, dk, dv)), None
+    if isinstance(config, HopperBackwardConfig):
+        from kernels.flash2.hopper_backward import host as hopper  # needs Gluon, which uses_hopper_kernels checks
+
+        config = without_dq(config, q.shape[3]) if deterministic else config
+        sums = sums if config.fused and dlogsumexp is None and not options.dropout_p else None
+        tensors = dq, dk, dv, dout, q, k, v, out, logsumexp, dlogsumexp
+        delta = hopper.backward_into(*tensors, sums, options, config)
+        if config.fused:
+            return sums is not None
+        arch, mask = arch_of(q.device), (options.causal, k.shape[1], options.dropout_p > 0)
+        config = plain_tiles_for(arch, q.shape[3], q.dtype, *mask)
+    plain.backward_into(dq, dk, dv, dout, q, k, v, out, logsumexp, dlogsumexp, options, config, delta)
+    return False

@@ -1,0 +1,425 @@
+"""The main kernel of the Hopper backward: its loading warp, its dQ warp, its consumers, and the launch of all three.
+
+Legend: M rows of a query tile, N rows of a key tile, D0 + D1 head size, j first key of the program. t counts the query
+tiles of the program; QS slots of Q and of the statistics, OS slots of dO.
+"""
+
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from kernels.flash2.hopper_backward.finish import in_register_order
+from kernels.flash2.hopper_backward.tile import (
+    add_product,
+    both_halves,
+    gradient_layout,
+    half_of,
+    ones_at,
+    whole_tile,
+)
+from kernels.flash2.tiles import in_halves
+from kernels.hopper.warpgroups import barrier, release
+
+LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
+_in_halves = gluon.constexpr_function(in_halves)
+
+
+@builtin
+def _tma_add(tensor_desc, coord, src, _semantic=None):
+    """Add a tile in shared memory to global memory by TMA. Gluon has no function for this before 3.8."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    add = ir.DESCRIPTOR_REDUCE_KIND.ADD
+    _semantic.builder.create_async_tma_reduce(add, tensor_desc.handle, coord, src.handle)
+
+
+@gluon.jit
+def _load(x0, x1, x0_s, x1_s, bar, batch, row, head, BYTES: gl.constexpr, D1: gl.constexpr):
+    """Load one tile of x (B, length, heads, D0 + D1) by TMA; the barrier waits for BYTES in all."""
+    mbarrier.expect(bar, BYTES)
+    tma.async_copy_global_to_shared(x0, [batch, row, head, 0], bar, x0_s)
+    if D1:
+        tma.async_copy_global_to_shared(x1, [batch, row, head, 64], bar, x1_s)
+
+
+@gluon.constexpr_function
+def rows_of_warps(m, warps):
+    """Return how many warps share the m rows of dQ; the other warps share its columns."""
+    return warps if m >= 16 * warps else 4
+
+
+@gluon.constexpr_function
+def is_transposed(n, head_dim):
+    """Return whether dQ is computed as dQ^T = K^T dS^T, with K, K^T and V held in registers."""
+    return n == head_dim == 64
+
+
+@gluon.constexpr_function
+def _each(warps):
+    """Return whether each thread releases a slot of dO itself: with two warpgroups; see warpgroups.release.
+
+    Heads of 128, causal, at 8k on an H200 are 3 to 4 % faster with it. One warpgroup has few warps to wait for and is 1
+    to 4 % slower with it.
+    """
+    return warps > 4
+
+
+@gluon.jit
+def _producer(inputs, stats, buffers, stats_s, bars, batch, kv_head, j, heads, groups, tiles, first, D1: gl.constexpr):
+    """Job of one warp: load K and V once, then Q, its statistics and dO through rings of tiles.
+
+    Slots of Q need no barrier of their own for being empty. The consumers release dO of a tile after they are done with
+    Q of the tile before. At tile t this warp waits for the release of dO of tile t - OS. Then Q of tile t - 1 - OS is
+    free too. With OS + 1 slots this is the slot of Q to load next, so wait before loading Q. With OS + 2 slots wait
+    after loading Q.
+    """
+    q0, q1, k0, k1, v0, v1, do0, do1 = inputs
+    q0_s, q1_s, k0_s, k1_s, v0_s, v1_s, do0_s, do1_s = buffers
+    k_full, q_full, do_full, do_empty, _ = bars
+    M: gl.constexpr = q0.block_type.shape[1]
+    QS: gl.constexpr = q0_s.shape[0]
+    OS: gl.constexpr = do0_s.shape[0]
+    STATS: gl.constexpr = stats_s.shape[0] // QS
+    ROWS: gl.constexpr = stats.block_type.shape[0]
+    K_BYTES: gl.constexpr = k0.block_type.nbytes + (k1.block_type.nbytes if D1 else 0)
+    DO_BYTES: gl.constexpr = q0.block_type.nbytes + (q1.block_type.nbytes if D1 else 0)
+    Q_BYTES: gl.constexpr = DO_BYTES + STATS * stats.block_type.nbytes
+    # K [N, D]
+    _load(k0, k1, k0_s, k1_s, k_full.index(0), batch, j, kv_head, K_BYTES, D1)
+    t = 0
+    for g in range(groups):
+        for m in range(first, tiles):
+            head = kv_head * groups + g
+            row = STATS * ROWS * ((batch * heads + head) * tiles + m)
+            s, o = t % QS, t % OS
+            bar = q_full.index(s)
+            if QS == OS + 1:
+                mbarrier.wait(do_empty.index(o), (t // OS & 1) ^ 1)
+            # Q [M, D] and its statistics
+            _load(q0, q1, q0_s.index(s), q1_s.index(s), bar, batch, m * M, head, Q_BYTES, D1)
+            for i in gl.static_range(STATS):
+                tma.async_copy_global_to_shared(stats, [row + i, 0], bar, stats_s.index(STATS * s + i))
+            # V [N, D], once, after the first Q: S = Q K^T comes first
+            if t == 0:
+                _load(v0, v1, v0_s, v1_s, k_full.index(1), batch, j, kv_head, K_BYTES, D1)
+            if QS == OS + 2:
+                mbarrier.wait(do_empty.index(o), (t // OS & 1) ^ 1)
+            # dO [M, D]
+            _load(do0, do1, do0_s.index(o), do1_s.index(o), do_full.index(o), batch, m * M, head, DO_BYTES, D1)
+            t += 1
+
+
+@gluon.jit
+def _reducer(dq0, dq1, dq0_s, dq1_s, bars, batch, kv_head, heads, groups, tiles, first, D1: gl.constexpr):
+    """Job of one warp: add each finished tile of dQ to the accumulator. It is finished when its dO is released."""
+    _, _, _, do_empty, dq_empty = bars
+    ROWS: gl.constexpr = dq0.block_type.shape[0] + (dq1.block_type.shape[0] if D1 else 0)
+    OS: gl.constexpr = do_empty.shape[0]
+    t = 0
+    for g in range(groups):
+        for m in range(first, tiles):
+            row = ((batch * heads + kv_head * groups + g) * tiles + m) * ROWS
+            mbarrier.wait(do_empty.index(t % OS), t // OS & 1)
+            # dQ leaves through TMA
+            _tma_add(dq0, [row, 0], dq0_s)
+            if D1:
+                _tma_add(dq1, [row + dq0.block_type.shape[0], 0], dq1_s)
+            tma.store_wait(0)
+            mbarrier.arrive(dq_empty, count=1)
+            t += 1
+
+
+@gluon.jit
+def _write(outputs, buffers, dk, dk_1, dv, dv_1, scale, keep_scale, batch, j, kv_head, D1: gl.constexpr):
+    """Write dK and dV [N, D], scaled and rounded, by TMA from the shared memory of K and V, which is free now."""
+    dk0, dk1, dv0, dv1 = outputs
+    k0_s, k1_s, v0_s, v1_s = buffers
+    dtype: gl.constexpr = k0_s.dtype
+    if D1:
+        dk, dv, dk_1, dv_1 = warpgroup_mma_wait(0, deps=(dk, dv, dk_1, dv_1))
+    else:
+        dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
+    barrier()
+    v0_s.reshape(dv.shape).store((dv * keep_scale).to(dtype))
+    k0_s.reshape(dk.shape).store((dk * (scale * keep_scale)).to(dtype))
+    if D1:
+        v1_s.reshape(dv_1.shape).store((dv_1 * keep_scale).to(dtype))
+        k1_s.reshape(dk_1.shape).store((dk_1 * (scale * keep_scale)).to(dtype))
+    fence_async_shared()
+    barrier()
+    tma.async_copy_shared_to_global(dv0, [batch, j, kv_head, 0], v0_s)
+    tma.async_copy_shared_to_global(dk0, [batch, j, kv_head, 0], k0_s)
+    if D1:
+        tma.async_copy_shared_to_global(dv1, [batch, j, kv_head, 64], v1_s)
+        tma.async_copy_shared_to_global(dk1, [batch, j, kv_head, 64], k1_s)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _consumer(
+    outputs, buffers, stats_s, ds_s, dq0_s, dq1_s, bars,
+    batch, kv_head, j, shape, tiles, first, full, scale, dropout,
+    WARPS: gl.constexpr, D1: gl.constexpr, CAUSAL: gl.constexpr, DROPOUT: gl.constexpr, FUSED: gl.constexpr,
+):  # fmt: skip
+    """Job of WARPS warps: keep dK and dV of one key tile in registers and loop over all query tiles that see it.
+
+    Per query tile: compute dS^T and issue dV += P^T dO (tile.py), issue dQ = dS K and dK += dS^T Q, and hand dQ over
+    while dS^T Q runs. P^T and dS^T are operands in registers; dQ reads dS^T from shared memory.
+    """
+    heads, groups, seq_q, seq_k = shape
+    numbers, threshold, keep_scale = dropout
+    offset = seq_k - seq_q
+    q0_s, q1_s, k0_s, k1_s, v0_s, v1_s, do0_s, do1_s = buffers
+    k_full, q_full, do_full, do_empty, dq_empty = bars
+    M: gl.constexpr = q0_s.shape[2]
+    N: gl.constexpr = k0_s.shape[1]
+    D0: gl.constexpr = k0_s.shape[3]
+    QS: gl.constexpr = q0_s.shape[0]
+    OS: gl.constexpr = do0_s.shape[0]
+    STATS: gl.constexpr = stats_s.shape[0] // QS
+    PARTS: gl.constexpr = 2 if D1 else 1
+    IN_PRODUCTS: gl.constexpr = stats_s.dtype == gl.bfloat16
+    # At long lengths, heads of 80 have tiles of 128 queries, computed in two halves except for dQ. Each warpgroup then
+    # has 64 rows and all columns of dQ. With 64 queries, each warpgroup would have all rows and half of the columns,
+    # and both would read all of dS. With 64 queries and 64 keys, twice as much would be added to dQ: at 8k, halves are
+    # 6.6 % faster than that, in sustained load on an H200, where power is the limit.
+    IN_HALVES: gl.constexpr = FUSED and _in_halves(M, D0 + D1) and not DROPOUT
+    WM: gl.constexpr = rows_of_warps(M, WARPS)
+    WN: gl.constexpr = WARPS // WM
+    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, M // 2 if IN_HALVES else M, 16])
+    K0L: gl.constexpr = gradient_layout(D0, WARPS)
+    Q0L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WM, WN], [16, D0 // WN, 16])
+    if D1:
+        K1L: gl.constexpr = gradient_layout(D1, WARPS)
+        Q1L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WM, WN], [16, D1 // WN, 16])
+    # Products of 64 columns read operands as fast as shared memory delivers. So with 64 keys V is held in registers;
+    # without part 1 K and K^T are too, and dQ is computed as its transpose, K^T dS^T. Not if dQ is left out: ptxas 12.8
+    # then overwrites the registers of K with P, although the next tile needs K.
+    V_HELD: gl.constexpr = FUSED and N == 64 and D0 == 64
+    HELD: gl.constexpr = FUSED and is_transposed(N, D0 + D1)
+    QTL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, M, 16])
+
+    b_k0, b_v0 = k0_s.reshape([N, D0]), v0_s.reshape([N, D0])
+    b_k1, b_v1 = b_k0, b_v0
+    dk = warpgroup_mma_init(gl.zeros([N, D0], gl.float32, K0L))
+    dv = warpgroup_mma_init(gl.zeros([N, D0], gl.float32, K0L))
+    dk_1, dv_1 = 0, 0
+    if D1:
+        b_k1, b_v1 = k1_s.reshape([N, D1]), v1_s.reshape([N, D1])
+        dk_1 = warpgroup_mma_init(gl.zeros([N, D1], gl.float32, K1L))
+        dv_1 = warpgroup_mma_init(gl.zeros([N, D1], gl.float32, K1L))
+    scale_log2 = scale * LOG2_E
+    masked = (full, seq_k, offset)
+    if DROPOUT:
+        o_j = j + gl.arange(0, N, layout=gl.SliceLayout(1, SL))
+        p_keys = numbers + (batch * heads + kv_head * groups).to(gl.int64) * (seq_q + seq_k) + seq_q + o_j
+    of_lse, of_delta = 0, 0
+    if IN_PRODUCTS and not IN_HALVES:
+        of_lse = ones_at(0, N, gl.DotOperandLayout(0, SL, 2))
+        of_delta = ones_at(3, N, gl.DotOperandLayout(0, SL, 2))
+    mbarrier.wait(k_full.index(0), 0)
+    mbarrier.wait(k_full.index(1), 0)
+    a_k0, a_v0 = b_k0, b_v0
+    if V_HELD:
+        a_v0 = b_v0.load(gl.DotOperandLayout(0, SL, 2))
+    if HELD:
+        a_k0 = b_k0.load(gl.DotOperandLayout(0, SL, 2))
+        a_kt = b_k0.permute([1, 0]).load(gl.DotOperandLayout(0, QTL, 2))
+    t = 0
+    for g in range(groups):
+        for m in range(first, tiles):
+            s, o = t % QS, t % OS
+            b_ds = ds_s.index(t % ds_s.shape[0]) if FUSED else ds_s
+            b_q0, b_do0 = q0_s.index(s).reshape([M, D0]), do0_s.index(o).reshape([M, D0])
+            b_q1, b_do1 = b_q0, b_do0
+            if D1:
+                b_q1, b_do1 = q1_s.index(s).reshape([M, D1]), do1_s.index(o).reshape([M, D1])
+            if FUSED and _each(WARPS) and ds_s.shape[0] == 1:
+                # Both warpgroups release dO of the tile before only after they are done with its dS.
+                mbarrier.wait(do_empty.index((t + OS - 1) % OS), (t + 2 * OS - 1) // OS & 1)
+            # dS^T [N, M], dV += P^T dO [N, D]
+            if IN_HALVES:
+                b_lse, b_delta = stats_s.index(STATS * s), stats_s.index(STATS * s)  # the same tile if IN_PRODUCTS
+                if not IN_PRODUCTS:
+                    b_lse, b_delta = b_lse.reshape([M]), stats_s.index(STATS * s + 1).reshape([M])
+                ds16, dk, dk_1, dv, dv_1 = both_halves(
+                    (a_k0, b_k1, a_v0, b_v1), (b_q0, b_q1, b_do0, b_do1), (b_lse, b_delta), b_ds,
+                    q_full.index(s), t // QS & 1, do_full.index(o), t // OS & 1, dk, dk_1, dv, dv_1,
+                    j, m * M, masked, scale_log2, SL, D1, WARPS, CAUSAL, IN_PRODUCTS,
+                )  # fmt: skip
+                b_q0, b_q1 = half_of(b_q0, 1), half_of(b_q1, 1)
+            else:
+                dropped = (0, 0, threshold)
+                if DROPOUT:
+                    dropped = (p_keys + g * (seq_q + seq_k), o_j < seq_k, threshold)
+                ds16, dv, dv_1 = whole_tile(
+                    (a_k0, b_k1, a_v0, b_v1), (b_q0, b_q1, b_do0, b_do1), stats_s, STATS * s, b_ds,
+                    q_full.index(s), t // QS & 1, do_full.index(o), t // OS & 1, dv, dv_1, (of_lse, of_delta),
+                    j, m * M, masked, scale_log2, dropped,
+                    SL, D1, WARPS, CAUSAL, DROPOUT, FUSED,
+                )  # fmt: skip
+            # dQ = dS K  [M, D], or dQ^T = K^T dS^T  [D, M]
+            if FUSED:
+                barrier()
+            if HELD:
+                dq = gl.zeros([D0, M], gl.float32, QTL)
+                dq = warpgroup_mma(a_kt, b_ds, dq, use_acc=False, is_async=True)
+            elif FUSED:
+                dq = gl.zeros([M, D0], gl.float32, Q0L)
+                dq = warpgroup_mma(b_ds.permute([1, 0]), b_k0, dq, use_acc=False, is_async=True)
+                if D1:
+                    dq_1 = gl.zeros([M, D1], gl.float32, Q1L)
+                    dq_1 = warpgroup_mma(b_ds.permute([1, 0]), b_k1, dq_1, use_acc=False, is_async=True)
+            # dK += dS^T Q  [N, D]
+            dk, dk_1 = add_product(ds16, b_q0, b_q1, dk, dk_1, D1, WARPS)
+            if D1:
+                dv, dv_1 = warpgroup_mma_wait(PARTS, deps=(dv, dv_1))
+                dv_1 = warpgroup_mma_init(dv_1)
+            else:
+                dv = warpgroup_mma_wait(PARTS, deps=(dv,))
+            dv = warpgroup_mma_init(dv)
+            # dQ to shared memory, for _reducer
+            if FUSED:
+                mbarrier.wait(dq_empty, (t & 1) ^ 1)
+                dq = warpgroup_mma_wait(PARTS, deps=(dq,))
+                if HELD:
+                    dq0_s.reshape([M * D0]).store(in_register_order(dq, D0, M, WARPS, 1))
+                else:
+                    dq0_s.reshape([M * D0]).store(in_register_order(dq, M, D0, WM, WN))
+                if D1:
+                    dq_1 = warpgroup_mma_wait(PARTS, deps=(dq_1,))
+                    dq1_s.reshape([M * D1]).store(in_register_order(dq_1, M, D1, WM, WN))
+                fence_async_shared()
+            release(do_empty.index(o), _each(WARPS))
+            if D1:
+                dk, dk_1 = warpgroup_mma_wait(0, deps=(dk, dk_1))
+                dk_1 = warpgroup_mma_init(dk_1)
+            else:
+                dk = warpgroup_mma_wait(0, deps=(dk,))
+            dk = warpgroup_mma_init(dk)
+            t += 1
+
+    _write(outputs, (k0_s, k1_s, v0_s, v1_s), dk, dk_1, dv, dv_1, scale, keep_scale, batch, j, kv_head, D1)
+
+
+@gluon.jit
+def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Allocate COUNT barriers that each wait for so many ARRIVALS."""
+    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(COUNT):
+        mbarrier.init(bars.index(s), count=ARRIVALS)
+    return bars
+
+
+@gluon.jit
+def _slots(x, STAGES: gl.constexpr):
+    """Allocate STAGES tiles in shared memory. (Gluon supports no starred lists.)"""
+    shape: gl.constexpr = [STAGES] + x.block_type.shape  # noqa: RUF005
+    return gl.allocate_shared_memory(x.dtype, shape, x.layout)
+
+
+@gluon.jit
+def _place(all_heads, key_tiles, section):
+    """Return this program's batch and key/value head, in one number, and its key tile.
+
+    Sections of heads come one after the other. In a section the first key tiles, which are longest under a causal mask,
+    come first.
+    """
+    program = gl.program_id(0)
+    first = program // (section * key_tiles) * section
+    program -= first * key_tiles
+    width = gl.minimum(section, all_heads - first)
+    return first + program % width, program // width
+
+
+@gluon.jit(do_not_specialize=["batches", "heads", "groups", "seq_q", "seq_k", "section", "threshold"])
+def main_kernel(
+    q0, q1, k0, k1, v0, v1, do0, do1, stats, dq0, dq1, dk0, dk1, dv0, dv1, numbers,
+    batches, heads, groups, seq_q, seq_k, section, scale, threshold, keep_scale,
+    D1: gl.constexpr, WARPS: gl.constexpr, OS: gl.constexpr, CAUSAL: gl.constexpr, DROPOUT: gl.constexpr,
+    FUSED: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Compute dK and dV and add up dQ. WARPS warps compute; two more, with REGISTERS per thread, load and add up dQ.
+
+    q0 to do1, dk0 to dv1: descriptors of the two parts of (B, length, heads, head_dim), None for an empty part 1.
+    stats: as delta_kernel writes it. dq0, dq1: the accumulator in rows of 256 floats, None if not FUSED.
+    numbers: dropout's, or None. Grid: B * (heads / groups) * cdiv(seq_k, N), in the order of _place.
+    """
+    M: gl.constexpr = q0.block_type.shape[1]
+    N: gl.constexpr = k0.block_type.shape[1]
+    QS: gl.constexpr = OS + 1 if WARPS > 4 else OS + 2  # see _producer
+    dtype: gl.constexpr = q0.dtype
+    kv_heads = heads // groups
+    bg, tile = _place(batches * kv_heads, gl.cdiv(seq_k, N), section)
+    batch, kv_head, j = bg // kv_heads, bg % kv_heads, tile * N
+    tiles = gl.cdiv(seq_q, M)
+    first, full = 0, 0  # the first query tile that sees these keys, the first query that needs no mask
+    if CAUSAL:
+        first = gl.maximum(j - (seq_k - seq_q), 0) // M
+        full = gl.maximum(j + N - 1 - (seq_k - seq_q), 0)
+    full = gl.where(j + N > seq_k, seq_q, full)
+
+    # Shared memory: K, V [N, D]; Q, dO [M, D] in rings; statistics; dS^T [N, M]; dQ [M, D]
+    k0_s = gl.allocate_shared_memory(dtype, k0.block_type.shape, k0.layout)
+    v0_s = gl.allocate_shared_memory(dtype, v0.block_type.shape, v0.layout)
+    q0_s = _slots(q0, QS)
+    do0_s = _slots(do0, OS)
+    STATS: gl.constexpr = 1 if stats.dtype == gl.bfloat16 else 3 if DROPOUT else 2  # tiles of one query tile
+    stats_s = _slots(stats, STATS * QS)
+    ds_s, dq0_s, dq1_s = k0_s, stats_s.index(0), stats_s.index(0)
+    if FUSED:
+        # For dQ each of two warpgroups reads dS that the other one stored. With a second tile of dS, it need not wait
+        # for the other before it stores the next dS: heads of 64 at 8k are 3 % faster, heads of 128 as fast as without
+        # waiting. With halves, shared memory has only room for one tile.
+        DS: gl.constexpr = 2 if _each(WARPS) and not _in_halves(M, k0.block_type.shape[3] + D1) else 1
+        ds_s = gl.allocate_shared_memory(dtype, [DS, N, M], gl.NVMMASharedLayout.get_default_for([N, M], dtype))
+        dq0_s = gl.allocate_shared_memory(gl.float32, dq0.block_type.shape, dq0.layout)
+        if D1:
+            dq1_s = gl.allocate_shared_memory(gl.float32, dq1.block_type.shape, dq1.layout)
+        else:
+            dq1, dq1_s = dq0, dq0_s
+    else:  # placeholders: _reducer gets no tile of dQ
+        dq0, dq1 = stats, stats
+    if D1:
+        k1_s = gl.allocate_shared_memory(dtype, k1.block_type.shape, k1.layout)
+        v1_s = gl.allocate_shared_memory(dtype, v1.block_type.shape, v1.layout)
+        q1_s = _slots(q1, QS)
+        do1_s = _slots(do1, OS)
+    else:
+        k1_s, v1_s, q1_s, do1_s = k0_s, v0_s, q0_s, do0_s
+        q1, k1, v1, do1, dk1, dv1 = q0, k0, v0, do0, dk0, dv0
+    do_empty = _barriers(OS, 32 * WARPS if _each(WARPS) else 1)
+    bars = (_barriers(2, 1), _barriers(QS, 1), _barriers(OS, 1), do_empty, _barriers(1, 1).index(0))
+    inputs = (q0, q1, k0, k1, v0, v1, do0, do1)
+    outputs = (dk0, dk1, dv0, dv1)
+    buffers = (q0_s, q1_s, k0_s, k1_s, v0_s, v1_s, do0_s, do1_s)
+    shape = (heads, groups, seq_q, seq_k)
+    dropout = (numbers, threshold, keep_scale)
+    added = groups if FUSED else 0
+    gl.warp_specialize(
+        [
+            (
+                _consumer,
+                (outputs, buffers, stats_s, ds_s, dq0_s, dq1_s, bars, batch, kv_head, j, shape, tiles, first, full,
+                 scale, dropout, WARPS, D1, CAUSAL, DROPOUT, FUSED),
+            ),
+            (
+                _producer,
+                (inputs, stats, buffers, stats_s, bars, batch, kv_head, j, heads, groups, tiles, first, D1),
+            ),
+            (
+                _reducer,
+                (dq0, dq1, dq0_s, dq1_s, bars, batch, kv_head, heads, added, tiles, first, D1),
+            ),
+        ],
+        [1, 1],
+        [REGISTERS, REGISTERS],
+    )  # fmt: skip

@@ -1,0 +1,19 @@
+"""Warp-specialised attention forward for Hopper, in Gluon: the scheme of FlashAttention-3.
+
+Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision" (2024), Algorithms 1 and
+2. One program stays on each multiprocessor and walks over tiles of queries:
+
+- The producer warp copies Q, K and V into rings in shared memory by TMA.
+- Each of two or three consumer warpgroups owns 64 rows of a tile. It issues S = Q K^T of one block of keys before P V
+  of the block before. The next tile's first block directly follows the last block. This hides the start of every tile
+  except the first.
+
+With two consumers, each runs its softmax under its own P V. Three consumers have too few registers for a second P. They
+compute the maxima under their own P V, and the exponentials under the products of the other consumers.
+
+schedule.py assigns tiles to programs, tile.py computes parts of one tile, kernel.py is the kernel, host.py launches it.
+
+Legend: T queries, S keys; M rows of a query tile, 64 per consumer; N keys of a block; D0 + D1 head size in two parts
+(80 = 64 + 16; D1 = 0 for 64 and 128). Each part has its own TMA descriptor and product. Softmax uses base 2. Statistics
+and accumulators are fp32.
+"""

@@ -1,0 +1,326 @@
+"""The kernel of the Hopper forward: its producer warp, its consumer warpgroups, and the launch of both.
+
+Legend: M rows of a query tile, ROWS = 64 of one consumer, N keys of a block, D0 + D1 head size. `it` is the number of
+key blocks before this tile in all tiles of this program; block number n uses slot n % STAGES of the rings.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_init, warpgroup_mma_wait
+
+from kernels.flash2.hopper_forward.schedule import count_tiles, tile_at
+from kernels.flash2.hopper_forward.tile import (
+    ROWS,
+    accumulator_layout,
+    as_operand,
+    count_blocks,
+    drop,
+    issue_output,
+    issue_scores,
+    key_numbers,
+    load_queries,
+    mask,
+    new_maxima,
+    partial_sums,
+    query_numbers,
+    rescale,
+    softmax,
+    store_tile,
+    wait_for_output,
+)
+from kernels.hopper.warpgroups import release, ring
+
+LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
+THREADS: gl.constexpr = gl.constexpr(128)  # of one consumer
+
+
+@gluon.constexpr_function
+def _each(columns, consumers):
+    """Return whether each thread of a consumer releases slots itself; see warpgroups.release.
+
+    Causal on an H200, in two races: heads of 128 are 0 to 2 % faster with it at 8k and 2 to 5 % at 2k. Heads of 64 with
+    two consumers are 1 to 4 % slower at 8k: there the threads' arrivals seem to cost more than the warps' waiting.
+    """
+    return columns == 128 or consumers == 3
+
+
+@gluon.jit
+def _copy(x0, x1, batch, row, head, slots0, slots1, slot, full, D0: gl.constexpr, D1: gl.constexpr):
+    """Start the copy of one tile by TMA; `full` must already expect its bytes."""
+    tma.async_copy_global_to_shared(x0, [batch, row, head, 0], full, slots0.index(slot))
+    if D1:
+        tma.async_copy_global_to_shared(x1, [batch, row, head, D0], full, slots1.index(slot))
+
+
+@gluon.jit
+def _producer(
+    rings, reads, shape,
+    N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr,
+    CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """Job of one warp: load each tile's Q, then K of each block together with V of the block before.
+
+    Consumers need K one block earlier than V. So one slot, with one barrier, has K of a block and V of the one before.
+    """
+    BYTES: gl.constexpr = N * (D0 + D1) * 2  # of K or V in a slot
+    M: gl.constexpr = ROWS * CONSUMERS
+    q_slots, k_slots, v_slots, q_full, q_empty, full, empty = rings
+    q0, q1, k0, k1, v0, v1, groups = reads
+    batches, heads, seq_q = shape[0], shape[1], shape[2]
+    it = 0
+    v_batch, v_row, v_head = 0, 0, 0
+    for n in range(count_tiles(batches * heads * gl.cdiv(seq_q, M))):
+        batch, head, i, blocks = tile_at(n, shape, M, N, CAUSAL)
+        kv_head = head // groups
+        # Q [64, D] of each consumer
+        for c in gl.static_range(CONSUMERS):
+            slot = n % 2 * CONSUMERS + c
+            mbarrier.wait(q_empty.index(slot), (n // 2 + 1) & 1)
+            mbarrier.expect(q_full.index(slot), ROWS * (D0 + D1) * 2)
+            _copy(q0, q1, batch, i + c * ROWS, head, q_slots[0], q_slots[1], slot, q_full.index(slot), D0, D1)
+        # K [N, D] of block j, and V [N, D] of the block before
+        for j in range(blocks):
+            slot = it % STAGES
+            mbarrier.wait(empty.index(slot), (it // STAGES + 1) & 1)
+            mbarrier.expect(full.index(slot), BYTES, pred=it == 0)
+            mbarrier.expect(full.index(slot), 2 * BYTES, pred=it > 0)
+            _copy(k0, k1, batch, j * N, kv_head, k_slots[0], k_slots[1], slot, full.index(slot), D0, D1)
+            if it > 0:
+                _copy(v0, v1, v_batch, v_row, v_head, v_slots[0], v_slots[1], slot, full.index(slot), D0, D1)
+            v_batch, v_row, v_head = batch, j * N, kv_head
+            it += 1
+    # V of the last block
+    slot = it % STAGES
+    mbarrier.wait(empty.index(slot), (it // STAGES + 1) & 1)
+    mbarrier.expect(full.index(slot), BYTES)
+    _copy(v0, v1, v_batch, v_row, v_head, v_slots[0], v_slots[1], slot, full.index(slot), D0, D1)
+
+
+@gluon.jit
+def _wait_for_use(barriers, n, SLOTS: gl.constexpr):
+    """Wait for the n-th use of a ring of barriers."""
+    mbarrier.wait(barriers.index(n % SLOTS), n // SLOTS & 1)
+
+
+@gluon.jit
+def _walk(
+    it, p, m, l, q0, q1, rings, batch, head, i, full_blocks, own, shape, scale_log2, dropout,
+    SPARE: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, D0: gl.constexpr,
+    D1: gl.constexpr, CAUSAL: gl.constexpr, DROPOUT: gl.constexpr,
+):  # fmt: skip
+    """Compute the key blocks 1 to `own` of a tile: S of each block, and P V of the block before.
+
+    p [64, N], m [64] and l [64, 4] come from block 0, and are returned for the last block, whose P V is still to do.
+    """
+    _q_slots, k_slots, v_slots, _q_full, _q_empty, full, empty = rings
+    EACH: gl.constexpr = _each(D0, CONSUMERS)
+    # If one thread releases a slot, the warps meet at two barriers. With a slot to spare, release it one block later:
+    # one of the barriers then coincides with the wait for the next block, and neither delays a product.
+    LATE: gl.constexpr = STAGES > 3 and not EACH
+    numbers, threshold, _ = dropout
+    of_queries = query_numbers(numbers, batch, head, i, shape, N, DROPOUT)
+    acc0 = warpgroup_mma_init(gl.zeros([ROWS, D0], gl.float32, accumulator_layout(D0)))
+    acc1 = 0
+    if D1:
+        acc1 = warpgroup_mma_init(gl.zeros([ROWS, D1], gl.float32, accumulator_layout(D1)))
+    # Use one loop, although only the last blocks need the mask. With two loops, Triton 3.6's assembler (ptxas 12.8)
+    # shared Q's wgmma descriptor between them and set it only in the first.
+    for j in range(1, own):
+        slot = (it + j) % STAGES
+        # S = Q K^T of block j  [64, N]
+        s = issue_scores(q0, q1, k_slots, slot, N, D0, D1)
+        # O += P V of block j - 1  [64, D0 + D1]
+        acc0, acc1 = issue_output(p, v_slots, slot, acc0, acc1, N, D0, D1)
+        of_keys = key_numbers(numbers, batch, head, j * N, shape, N, DROPOUT)
+        s = warpgroup_mma_wait(2 if D1 else 1, deps=(s,))
+        # softmax, under P V
+        if j >= full_blocks:
+            s = mask(s, i, j * N, shape[2], shape[3], SPARE, N, CAUSAL)
+        m_new, shift = new_maxima(s, m, scale_log2)
+        if CONSUMERS == 2:
+            b_p, l, alpha = softmax(s, shift, m, l, scale_log2)
+            p_next = as_operand(drop(b_p, of_queries, of_keys, threshold, DROPOUT), p.dtype, D0)
+        else:
+            alpha = gl.exp2(m - shift)
+        if LATE:
+            release(empty.index((it + j - 1) % STAGES), False, pred=j > 1)
+        # This wait also keeps the exponentials of two consumers above the wait for P V, so that they run under it: the
+        # assembler moves them past no loop, and this wait is a loop.
+        _wait_for_use(full, it + j + 1, STAGES)
+        acc0, acc1, p = wait_for_output(acc0, acc1, p, D1)
+        if not LATE:
+            release(empty.index(slot), EACH)
+        # O *= alpha
+        acc0 = warpgroup_mma_init(rescale(acc0, alpha, D0))
+        if D1:
+            acc1 = warpgroup_mma_init(rescale(acc1, alpha, D1))
+        if CONSUMERS == 3:
+            b_p, l, alpha = softmax(s, shift, m, l, scale_log2)
+            p_next = as_operand(drop(b_p, of_queries, of_keys, threshold, DROPOUT), p.dtype, D0)
+        p, m = p_next, m_new
+    if LATE:
+        release(empty.index((it + own - 1) % STAGES), False, pred=own > 1)
+    return p, acc0, acc1, m, l
+
+
+@gluon.jit
+def _consumer(
+    C: gl.constexpr, rings, writes, shape, dropout,
+    N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr,
+    CAUSAL: gl.constexpr, DROPOUT: gl.constexpr,
+):  # fmt: skip
+    """Job of warpgroup C: compute O and the logsumexp of rows 64 C to 64 C + 64 of every tile of this program.
+
+    Per tile: walk over the key blocks, issue S of the next tile's block 0 and this tile's last P V together, run the
+    next tile's softmax under both, and store this tile.
+    """
+    q_slots, k_slots, v_slots, q_full, q_empty, full, empty = rings
+    out, logsumexp, scale_log2 = writes
+    numbers, threshold, keep_scale = dropout
+    batches, heads, seq_q, seq_k = shape[0], shape[1], shape[2], shape[3]
+    EACH: gl.constexpr = _each(D0, CONSUMERS)
+    SPARE: gl.constexpr = D0 + D1 == 64 and CONSUMERS == 2
+    HELD: gl.constexpr = N + D0 + D1 <= 208 and CONSUMERS == 2 and not DROPOUT
+    M: gl.constexpr = ROWS * CONSUMERS
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, accumulator_layout(N))
+    count = count_tiles(batches * heads * gl.cdiv(seq_q, M))
+    none = gl.full([ROWS], -float("inf"), gl.float32, LAYOUT)
+    zero = partial_sums(gl.zeros([ROWS, N], gl.float32, accumulator_layout(N)))
+
+    # Block 0 of the first tile: S = Q K^T, then softmax
+    it = 0
+    batch, head, i, blocks = tile_at(0, shape, M, N, CAUSAL)
+    i += C * ROWS
+    first_full, _ = count_blocks(i, seq_q, seq_k, blocks, N, CAUSAL)
+    mbarrier.wait(q_full.index(C), 0)
+    q0, q1 = load_queries(q_slots, C, HELD, N, D0, D1)
+    mbarrier.wait(full.index(0), 0)
+    s = issue_scores(q0, q1, k_slots, 0, N, D0, D1)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    release(empty.index(0), EACH)
+    if first_full == 0:
+        s = mask(s, i, 0, seq_q, seq_k, SPARE, N, CAUSAL)
+    m, shift = new_maxima(s, none, scale_log2)
+    b_p, l, _ = softmax(s, shift, none, zero, scale_log2)
+    of_queries = query_numbers(numbers, batch, head, i, shape, N, DROPOUT)
+    of_keys = key_numbers(numbers, batch, head, 0, shape, N, DROPOUT)
+    p = as_operand(drop(b_p, of_queries, of_keys, threshold, DROPOUT), out.dtype.element_ty, D0)
+    _wait_for_use(full, 1, STAGES)
+
+    for n in range(count):
+        # Blocks 1 to own of this tile
+        full_blocks, own = count_blocks(i, seq_q, seq_k, blocks, N, CAUSAL)
+        q_slot = n % 2 * CONSUMERS + C
+        q0, q1 = load_queries(q_slots, q_slot, HELD, N, D0, D1)
+        p, acc0, acc1, m, l = _walk(
+            it, p, m, l, q0, q1, rings, batch, head, i, full_blocks, own, shape, scale_log2, dropout,
+            SPARE, N, STAGES, CONSUMERS, D0, D1, CAUSAL, DROPOUT,
+        )  # fmt: skip
+        release(q_empty.index(q_slot), EACH)
+        v_slot = (it + own) % STAGES
+        if n + 1 < count:
+            # Skip blocks that only other consumers see
+            for j in range(it + own + 1, it + blocks + 1):
+                _wait_for_use(full, j, STAGES)
+                release(empty.index(j % STAGES), EACH, pred=j < it + blocks)
+            shared = own == blocks
+            it += blocks
+            # S of the next tile's block 0, and this tile's last O += P V
+            next_batch, next_head, next_i, blocks = tile_at(n + 1, shape, M, N, CAUSAL)
+            next_i += C * ROWS
+            next_full, _ = count_blocks(next_i, seq_q, seq_k, blocks, N, CAUSAL)
+            q_slot = (n + 1) % 2 * CONSUMERS + C
+            mbarrier.wait(q_full.index(q_slot), (n + 1) // 2 & 1)
+            q0, q1 = load_queries(q_slots, q_slot, HELD, N, D0, D1)
+            s = issue_scores(q0, q1, k_slots, it % STAGES, N, D0, D1)
+            acc0, acc1 = issue_output(p, v_slots, v_slot, acc0, acc1, N, D0, D1)
+            of_queries = query_numbers(numbers, next_batch, next_head, next_i, shape, N, DROPOUT)
+            of_keys = key_numbers(numbers, next_batch, next_head, 0, shape, N, DROPOUT)
+            s = warpgroup_mma_wait(2 if D1 else 1, deps=(s,))
+            # softmax of the next tile's block 0
+            if next_full == 0:
+                s = mask(s, next_i, 0, seq_q, seq_k, SPARE, N, CAUSAL)
+            next_m, shift = new_maxima(s, none, scale_log2)
+            if CONSUMERS == 2:
+                b_p, next_l, _ = softmax(s, shift, none, zero, scale_log2)
+                p_next = as_operand(drop(b_p, of_queries, of_keys, threshold, DROPOUT), p.dtype, D0)
+            # This wait keeps the exponentials in place, as in _walk. With two slots, the next block needs the slot of
+            # the last V of a consumer with fewer blocks, and that consumer releases it only below. So with two slots,
+            # wait here for a block that has already arrived.
+            _wait_for_use(full, it if STAGES == 2 else it + 1, STAGES)
+            out0, out1, p = wait_for_output(acc0, acc1, p, D1)
+            release(empty.index(it % STAGES), EACH)
+            if not shared:
+                release(empty.index(v_slot), EACH)
+            if STAGES == 2:
+                _wait_for_use(full, it + 1, STAGES)
+            if CONSUMERS == 3:
+                b_p, next_l, _ = softmax(s, shift, none, zero, scale_log2)
+                p_next = as_operand(drop(b_p, of_queries, of_keys, threshold, DROPOUT), p.dtype, D0)
+            store_tile(out, logsumexp, out0, out1, m, l, keep_scale, batch, head, i, shape, D0, D1)
+            p, m, l = p_next, next_m, next_l
+            batch, head, i = next_batch, next_head, next_i
+        else:
+            acc0, acc1 = issue_output(p, v_slots, v_slot, acc0, acc1, N, D0, D1)
+            out0, out1, p = wait_for_output(acc0, acc1, p, D1)
+            store_tile(out, logsumexp, out0, out1, m, l, keep_scale, batch, head, i, shape, D0, D1)
+
+
+@gluon.jit
+def _slots(x0, x1, SLOTS: gl.constexpr, D1: gl.constexpr):
+    """Allocate SLOTS tiles in shared memory. (Gluon supports no starred lists.)"""
+    slots0 = gl.allocate_shared_memory(x0.dtype, [SLOTS] + x0.block_type.shape, x0.layout)  # noqa: RUF005
+    slots1 = 0
+    if D1:
+        slots1 = gl.allocate_shared_memory(x1.dtype, [SLOTS] + x1.block_type.shape, x1.layout)  # noqa: RUF005
+    return slots0, slots1
+
+
+@gluon.jit(do_not_specialize=["batches", "heads", "groups", "seq_q", "seq_k", "section", "threshold"])
+def forward_kernel(
+    q0, q1, k0, k1, v0, v1, out, logsumexp, numbers,
+    batches, heads, groups, seq_q, seq_k, section, scale, threshold, keep_scale,
+    N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr,
+    CAUSAL: gl.constexpr, DROPOUT: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Compute O (batches, seq_q, heads, D0 + D1) and the natural logsumexp (batches, heads, seq_q) fp32, contiguous.
+
+    Descriptors: q0 reads [1, 64, 1, D0] of Q (batches, seq_q, heads, D0 + D1); k0 and v0 read [1, N, 1, D0] of K and V
+    (batches, seq_k, heads / groups, D0 + D1); q1, k1 and v1 read the other D1 columns, or are None. numbers belongs to
+    dropout, or is None. Grid: any number of programs up to the number of tiles.
+    """
+    gl.static_assert(STAGES >= 2)  # a consumer waits for a block before it releases the slot of the block before
+    # Otherwise one consumer could have two blocks more than another, and wait for a slot that the other must release.
+    gl.static_assert(N >= ROWS * (CONSUMERS - 1))
+    q_slots = _slots(q0, q1, 2 * CONSUMERS, D1)  # [64, D], two tiles
+    k_slots = _slots(k0, k1, STAGES, D1)  # [N, D]
+    v_slots = _slots(v0, v1, STAGES, D1)  # [N, D]
+    ARRIVALS: gl.constexpr = THREADS if _each(D0, CONSUMERS) else 1
+    q_full, q_empty = ring(2 * CONSUMERS, ARRIVALS)
+    full, empty = ring(STAGES, CONSUMERS * ARRIVALS)
+    rings = (q_slots, k_slots, v_slots, q_full, q_empty, full, empty)
+    shape = (batches, heads, seq_q, seq_k, section)
+    reads = (q0, q1, k0, k1, v0, v1, groups)
+    writes = (out, logsumexp, scale * LOG2_E)
+    dropout = (numbers, threshold, keep_scale)
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (_consumer, (0, rings, writes, shape, dropout, N, STAGES, CONSUMERS, D0, D1, CAUSAL, DROPOUT)),
+                (_consumer, (1, rings, writes, shape, dropout, N, STAGES, CONSUMERS, D0, D1, CAUSAL, DROPOUT)),
+                (_producer, (rings, reads, shape, N, STAGES, CONSUMERS, D0, D1, CAUSAL)),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consumer, (0, rings, writes, shape, dropout, N, STAGES, CONSUMERS, D0, D1, CAUSAL, DROPOUT)),
+                (_consumer, (1, rings, writes, shape, dropout, N, STAGES, CONSUMERS, D0, D1, CAUSAL, DROPOUT)),
+                (_consumer, (2, rings, writes, shape, dropout, N, STAGES, CONSUMERS, D0, D1, CAUSAL, DROPOUT)),
+                (_producer, (rings, reads, shape, N, STAGES, CONSUMERS, D0, D1, CAUSAL)),
+            ],
+            [4, 4, 1],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )

@@ -1,0 +1,87 @@
+"""The order in which the programs of the Hopper forward compute query tiles: the device's part and the host's.
+
+M rows of a query tile, N keys of a block. A section is a group of heads whose tiles are dealt out together.
+"""
+
+from functools import lru_cache
+
+import numpy as np
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from kernels.flash2.tiles import HopperForwardConfig
+
+CACHED = 24 * 2**20  # bytes of K and V, half of the H200's L2 cache
+BEYOND = 1.05  # a section that does not fit in the cache must balance this much better: at 8k it costs 2 to 5 %
+MOST_TOGETHER = 64  # heads
+
+
+@gluon.jit
+def count_tiles(tiles):
+    """Return how many of `tiles` this program computes; see tile_at."""
+    programs, program = gl.num_programs(0), gl.program_id(0)
+    rounds = tiles // programs
+    place = gl.where(rounds % 2 == 0, program, programs - 1 - program)
+    return rounds + (place < tiles % programs).to(gl.int32)
+
+
+@gluon.jit
+def tile_at(n, shape, M: gl.constexpr, N: gl.constexpr, CAUSAL: gl.constexpr):
+    """Return batch, head, first query and number of key blocks of this program's n-th tile.
+
+    All tiles of one section come before those of the next section. Under a causal mask tiles differ in length. Within
+    a section the longest tiles come first, dealt back and forth over the programs, which balances their work.
+    """
+    batches, heads, seq_q, seq_k, section = shape
+    programs, program = gl.num_programs(0), gl.program_id(0)
+    t = n * programs + gl.where(n % 2 == 0, program, programs - 1 - program)
+    rows = gl.cdiv(seq_q, M)
+    first = t // (section * rows) * section
+    t -= first * rows
+    width = gl.minimum(section, batches * heads - first)
+    bh = first + t % width
+    i = (rows - 1 - t // width) * M
+    blocks = gl.cdiv(seq_k, N)
+    if CAUSAL:
+        # Every other section, counted from the last one, has its shortest tiles first. Tiles are then equally long on
+        # both sides of a boundary between sections.
+        after = gl.cdiv(batches * heads, section) - 1 - first // section
+        i = gl.where(after % 2 == 0, i, (rows - 1) * M - i)
+        # A tile has at least one block, even if its queries see no key, because it must write their zeros.
+        blocks = gl.minimum(blocks, gl.maximum(gl.cdiv(i + M + seq_k - seq_q, N), 1))
+    return bh // heads, bh % heads, i, blocks
+
+
+@lru_cache(4096)
+def section_size(shape: tuple[int, int, int], bytes_of_head: int, programs: int, config: HopperForwardConfig) -> int:
+    """Return the number of heads to deal out together under a causal mask, for (all heads, queries, keys).
+
+    Prefer sections whose K and V (bytes_of_head each) stay in the L2 cache. Among them choose the one that balances the
+    programs best. Choose a larger section only if it is clearly better balanced.
+    """
+
+    def cost(section: int) -> float:
+        cached = section == 1 or section * bytes_of_head <= CACHED
+        return longest_program(section, *shape, programs, config) * (1 if cached else BEYOND)
+
+    return min(range(1, min(shape[0], MOST_TOGETHER) + 1), key=cost)
+
+
+def longest_program(
+    section: int, heads: int, seq_q: int, seq_k: int, programs: int, config: HopperForwardConfig
+) -> int:
+    """Return the number of blocks that the busiest program computes under a causal mask; mirrors tile_at.
+
+    Each tile counts one block more for its start and end. On an H200 the time of a forward pass is proportional to this
+    number: sections of a few heads differ by up to 5 %.
+    """
+    rows = -(-seq_q // config.queries)
+    n, place = np.divmod(np.arange(heads * rows), programs)
+    program = np.where(n % 2 == 0, place, programs - 1 - place)
+    first = np.arange(heads * rows) // (section * rows) * section
+    width = np.minimum(section, heads - first)
+    tile = rows - 1 - (np.arange(heads * rows) - first * rows) // width
+    after = -(-heads // section) - 1 - first // section
+    tile = np.where(after % 2 == 0, tile, rows - 1 - tile)
+    blocks = np.clip(-(-((tile + 1) * config.queries + seq_k - seq_q) // config.keys), 1, -(-seq_k // config.keys))
+    return int(np.bincount(program, blocks + 1).max())

@@ -1,0 +1,97 @@
+"""The protocol of attention variants: a config dataclass builds a small callable object."""
+
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+from omegaconf import MISSING
+from torch import Tensor, nn
+
+from errors import UserError, first_line
+from kernels.linear import linear
+
+
+class Attention:
+    """An attention variant. Subclasses define the call and override what differs from the defaults here."""
+
+    keywords: frozenset[str] = frozenset({"causal", "scale", "dropout_p", "cu_seqlens"})
+    """The options that a call accepts."""
+    fullgraph = True
+    """Whether torch.compile(fullgraph=True) can trace the call."""
+    refusals: tuple[type[Exception], ...] = (ValueError, RuntimeError)
+    """The exceptions that a call raises if it cannot do what it is asked."""
+    remedy = "choose another attention"
+    """The advice to the user after a refusal."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool,
+        scale: float,
+        dropout_p: float = 0.0,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """Return softmax(q k^T scale) v, (batch, seq_q, heads, head_dim).
+
+        q is (batch, seq_q, heads, head_dim), k and v are (batch, seq_k, kv_heads, head_dim). All three may be strided
+        views of one packed projection. cu_seqlens are the cumulative lengths of documents, (n + 1,) int32: a document
+        attends to itself alone, see kernels.flash2.
+
+        Raises:
+            ValueError: the variant cannot do what it is asked. The message names a variant that can.
+        """
+        raise NotImplementedError
+
+    def projected(self, x: Tensor, projection: nn.Linear, heads: int, **options) -> Tensor:
+        """Project x (batch, seq, C) to q, k and v, and return their attention (batch, seq, heads, head_dim)."""
+        qkv = split_projection(linear(x, projection.weight, projection.bias), heads)
+        return self(*qkv.unbind(2), **options)
+
+    def kept_share(self, seq_len: int) -> float:
+        """Return the share of the causal pairs of seq_len tokens that the variant computes."""
+        return 1.0
+
+    def check_length(self, context_length: int) -> None:
+        """Raise a UserError if sequences of context_length tokens are too long."""
+
+    def explain(self, error: Exception) -> str:
+        """Return in a few words why a call failed."""
+        return first_line(error)
+
+
+def split_projection(projected: Tensor, heads: int) -> Tensor:
+    """Return (batch, seq, 3 C) as (batch, seq, 3, heads, head_dim)."""
+    return projected.unflatten(2, (3, heads, -1))
+
+
+@dataclass
+class AttentionConfig:
+    """Which attention, and its settings (group `attention`). Each variant has a subclass with its own settings."""
+
+    name: str = MISSING
+    """The variant. Choose it with attention=NAME."""
+    sparse_setting: ClassVar[str | None] = None
+    """The setting that says which pairs of tokens the variant leaves out; None if the variant computes all pairs."""
+    names_code: ClassVar[bool] = False
+    """Whether a setting names code to import. Only the command line may give such a setting."""
+
+    def __post_init__(self):
+        expected = type(self).name
+        if self.name != expected:
+            raise UserError(
+                f"attention.name={self.name} contradicts attention={expected}; choose a variant with attention=NAME"
+            )
+
+    def __str__(self) -> str:
+        """Return the variant and the settings that differ from their defaults, as the command line has them."""
+        changed = {field.name: getattr(self, field.name) for field in fields(self)}
+        changed = {name: value for name, value in changed.items() if value != getattr(type(self), name)}
+        texts = (str(value).lower() if isinstance(value, bool) else str(value) for value in changed.values())
+        settings = (f"attention.{name}={text}" for name, text in zip(changed, texts, strict=True))
+        return " ".join([f"attention={self.name}", *settings])
+
+    def build(self) -> Attention:
+        """Return the variant with these settings."""
+        raise NotImplementedError

@@ -1,0 +1,65 @@
+"""Rerun the batch of a recorded training step: python replay.py record=RUN/replay/step-00000100.json (help: --help)."""
+
+import json
+import math
+from functools import partial
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from conf.cli import launch, output_dir
+from conf.schema import Config, ReplayConfig
+from data.tokens import open_tokens
+from errors import UserError
+from model.attention import restore_attention
+from train import micro_step, train_step
+from trainer.build import build_loader, compile_model, fix_randomness
+from trainer.distributed.world import refuse_several
+from trainer.loading import load_model
+from trainer.loggers import finite
+from trainer.optimizer import build_optimizer
+from trainer.precision import choose_compute
+from trainer.state import TrainState
+from trainer.watch import read_record
+
+
+def replay(config: ReplayConfig) -> None:
+    """Print loss and gradient norm of the recorded step's batch beside the run's, and write replay.json.
+
+    They equal the run's bit for bit if the kernels are deterministic, the weights are from just before the step, and
+    there is no dropout.
+    """
+    refuse_several("replay.py")
+    recorded = read_record(Path(config.record))
+    attention = restore_attention(recorded["config"]["attention"], config.function)
+    settings = OmegaConf.merge(OmegaConf.structured(Config), recorded["config"] | {"attention": attention})
+    settings: Config = OmegaConf.to_object(settings)
+    source = config.checkpoint or recorded["checkpoint"]
+    if source is None or not (config.checkpoint or Path(source).exists()):
+        raise UserError(f"record={config.record} names no existing checkpoint ({source}); give one as checkpoint=...")
+    precision = settings.precision if config.precision.name == "auto" else config.precision
+    compute, folder = choose_compute(config.device, precision), output_dir()
+    tokens = open_tokens(settings.data)
+    fix_randomness(settings.train)
+    model, tokenizer = load_model(source, settings.attention, settings.train.activation_checkpointing, any_pairs=True)
+    model.to(compute.device)
+    with build_loader(settings.train, tokens, model.config, compute) as loader:
+        state = TrainState(model, build_optimizer(model, settings.optimizer), compute.grad_scaler(), loader, tokenizer)
+        loader.load_state_dict(recorded["loader"])
+        if recorded["scaler"]:
+            state.scaler.load_state_dict(recorded["scaler"])
+        compiled = compile_model(model, settings.train, compute)
+        step = partial(micro_step, compiled, state, settings, compute)
+        loss, norm = train_step(compiled, step, state, settings, compute).tolist()
+    loss_then, norm_then = (math.nan if x is None else x for x in (recorded["loss"], recorded["grad_norm"]))
+    print(
+        f"the batch of step {recorded['step']} with {source}, {settings.attention.name} attention, {compute}: loss "
+        f"{loss:.6f} nats, gradient norm {norm:.6f}; in the run {loss_then} and {norm_then}"
+    )
+    row = {"record": config.record, "checkpoint": str(source), "loss": finite(loss), "grad_norm": finite(norm)}
+    (folder / "replay.json").write_text(json.dumps(row, indent=2) + "\n")
+    print(f"outputs in {folder}")
+
+
+if __name__ == "__main__":
+    launch(replay, "replay")

@@ -1,0 +1,99 @@
+"""Tables of runs and of benchmark results."""
+
+import json
+import math
+
+import pytest
+
+from bench.report import readme
+from bench.report.page_tables import read_results, summary
+from bench.report.runs import read_runs
+from errors import UserError
+from tests.e2e import ROOT
+
+
+def test_summary_has_the_best_run_first_and_no_empty_columns(write_run):
+    speeds = {step: {"perf/tokens_per_second": speed} for step, speed in ((1, 10.0), (2, 10.0), (3, 2000.4), (4, 10.0))}
+    good = write_run("good", speeds | {5: {"val/loss": 2.0}, 6: {"val/loss": 2.5}}, max_steps=6)
+    runs = [
+        write_run("blind", {1: {"train/loss": 9.0}}, max_steps=60),
+        write_run("burst", {1: {"val/loss": 2.0}, 2: {"val/loss": math.nan}}, max_steps=2),
+        write_run("worse", {1: {"val/loss": 3.0}}, max_steps=1),
+        good,
+    ]
+    table = summary(read_runs(list(map(str, runs))))
+    shown = [dict(zip(table.columns, (cell.text for cell in row), strict=True)) for row in table.rows]
+    assert [row["run"] for row in shown] == ["good", "worse", "blind", "burst"]
+    assert [row["validation loss"] for row in shown] == ["2.5000", "3.0000", "-", "not finite"]
+    assert [row["lowest validation loss"] for row in shown] == ["2.0000", "3.0000", "-", "2.0000"]
+    assert [row["steps"] for row in shown] == ["6", "1", "1 of 60", "2"]
+    assert shown[0]["tokens/s"] == "2,000", "the median of the second half"
+    assert not {"MFU", "peak GPU memory", "training time"} & set(table.columns)
+
+
+def test_results_become_tables_of_the_columns_that_vary(tmp_path):
+    rows = [
+        {"variant": "naive", "dtype": "bf16", "ms": 0.123456, "seq_len": 16384, "curve": [1], "note": None, "ok": True},
+        {"variant": "flash2", "dtype": "bf16", "ms": 12345.6, "seq_len": 8, "curve": [], "note": None, "ok": False},
+    ]
+    (tmp_path / "gpu").mkdir()
+    content = {"environment": {"gpu": "H200", "driver": None}, "model": "gpt2", "rows": rows, "host": rows[:1]}
+    (tmp_path / "gpu" / "attention.json").write_text(json.dumps(content))
+    whole, host = read_results(str(tmp_path))
+    assert (whole.title, host.title) == ("gpu/attention", "gpu/attention, host")
+    assert whole.columns == ["variant", "ms", "seq_len", "ok"]
+    assert [[cell.text for cell in row] for row in whole.rows] == [
+        ["naive", "0.1235", "16,384", "yes"],
+        ["flash2", "12,346", "8", "no"],
+    ]
+    assert whole.note == "gpu H200, model gpt2; dtype bf16"
+
+
+def test_our_own_results_become_tables():
+    results = ROOT / "bench" / "results"
+    tables = {table.title: table for table in read_results(str(results))}
+    rows = json.loads((results / "h200" / "attention.json").read_text())["rows"]
+    assert [row[0].text for row in tables["h200/attention"].rows] == [row["variant"] for row in rows]
+    assert {"h200/parity", "h200/training", "h200/features, memory", "cpu/prepare"} <= set(tables)
+    assert all(table.columns and table.rows for table in tables.values())
+    paper = tables["FlashAttention-2's table 1: training GPT-3 models"]
+    assert paper.columns[:3] == ["model", "context", "naive"] and len(paper.rows) == 4
+    assert [row[2].order is None for row in paper.rows] == [row[2].text == "OOM" for row in paper.rows]
+    assert paper.note.startswith("TFLOP/s per device") and "Measured on NVIDIA H200" in paper.note
+    of_scaling = [table for title, table in tables.items() if title.startswith("Scaling with length")]
+    assert [table.columns[0] for table in of_scaling] == ["sequence length", "heads", "batch"]
+    assert all(
+        row[0].order is not None or row[0].text.startswith("slope") for table in of_scaling for row in table.rows
+    )
+    assert [table.note.startswith(f"Against {table.columns[0]}") for table in of_scaling] == [True] * 3
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"rows": []}', '{"environment": {}, "rows": [1]}'])
+def test_a_file_that_is_not_from_a_benchmark_is_refused(tmp_path, content):
+    (tmp_path / "other.json").write_text(content)
+    with pytest.raises(UserError, match=r"other\.json is not a results file"):
+        read_results(str(tmp_path))
+
+
+def test_a_folder_without_results_is_refused(tmp_path):
+    with pytest.raises(UserError, match="has no JSON files; give a folder"):
+        read_results(str(tmp_path))
+
+
+def test_a_ratio_of_training_steps_is_relative_to_the_same_run(tmp_path):
+    """Of nanoGPT's micro-batches the faster counts, even if it was only tried. A row of another commit has no ratio."""
+
+    def row(trainer: str, batch_size: int, speed: float, commit: str, best: bool) -> dict:
+        attention = "sdpa" if trainer == "nanogpt" else "flash2"
+        shape = {"model": "gpt2", "context_length": 8192, "batch_size": batch_size, "compiled": True}
+        told = {"status": "ok", "message": None, "peak_gib": 1.0, "commit": commit, "best": best}
+        return {"trainer": trainer, "attention": attention, "tokens_per_second": speed, **shape, **told}
+
+    rows = [row("ours", 8, 900.0, "new", True), row("nanogpt", 8, 500.0, "new", True)]
+    rows += [row("nanogpt", 16, 600.0, "new", False), row("ours", 1, 300.0, "old", True)]
+    environment = {"gpu": "GPU", "torch": "2", "triton": "3", "commit": "new"}
+    (tmp_path / "training.json").write_text(json.dumps({"environment": environment, "rows": rows}))
+    made = readme.training_table(tmp_path)
+    assert "| gpt2, 8,192 | ours, flash2 | 8 | 900 | 1.50 | - | 1.0 GiB | new |" in made
+    assert "| gpt2, 8,192 | nanoGPT, sdpa | 8 | 500 | 0.84 | - |" in made  # rivals are rounded up
+    assert "| gpt2, 8,192 | ours, flash2 | 1 | 300 | - | - | 1.0 GiB | old |" in made

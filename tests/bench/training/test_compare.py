@@ -1,0 +1,383 @@
+"""bench.training without a GPU: tiny models, and made-up times."""
+
+import json
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from bench.common.timing import Cpu
+from bench.training import compare, floor, steps, trainers
+from bench.training.breakdown import class_of, covered, summarise
+from bench.training.compare import TrainingSettings
+from bench.training.trainers import Trainer, TrainingCell
+from data.loader import TrainLoader
+from errors import UserError
+from kernels.flash2 import flash2
+from model.gpt2 import GPT2, ModelConfig
+from tests.bench.stopwatch import Stopwatch
+
+EAGER = {"ours": Trainer("ours", "flash2", False), "huggingface": Trainer("huggingface", "naive", False)}
+
+
+@pytest.fixture
+def cell(monkeypatch):
+    shape = ModelConfig(n_layer=2, n_head=2, n_embd=32, context_length=16, vocab_size=trainers.VOCABULARY)
+    monkeypatch.setattr(TrainingCell, "shape", lambda self: shape)
+    return TrainingCell("gpt2", 16, (1, 2, 4))
+
+
+@pytest.mark.parametrize("name", EAGER)
+def test_a_step_changes_every_weight_and_a_parked_job_holds_no_memory(name, cell):
+    job = {"ours": trainers.ours, "huggingface": trainers.huggingface}[name](cell, EAGER[name], "cpu")
+    before = {name: p.clone() for name, p in job.model.named_parameters()}
+    job.step(2)
+    assert all(not torch.equal(p, before[name]) for name, p in job.model.named_parameters())
+    job.park()
+    tensors = [*job.model.parameters(), *(x for s in job.optimizer.state.values() for x in s.values() if x.ndim)]
+    assert len(tensors) == 3 * len(before) and sum(x.untyped_storage().size() for x in tensors) == 0
+    job.resume()
+    assert all(p.eq(1).all() for n, p in job.model.named_parameters() if "ln_" in n and n.endswith("weight"))
+    job.step(1)
+    assert all(p.isfinite().all() for p in job.model.parameters())
+
+
+def test_second_step_of_a_micro_batch_captures_graphs_for_later_steps(cell, monkeypatch):
+    taken = []
+
+    def train_step(wrapped, micro_step, state, config, compute):
+        taken.append((config.train.batch_size, micro_step if isinstance(micro_step, str) else None))
+
+    monkeypatch.setattr(trainers.train, "train_step", train_step)
+    monkeypatch.setattr(
+        trainers, "capture", lambda queued, model, length, settings, _: f"graphs of {settings.batch_size}"
+    )
+    job = trainers.ours(cell, EAGER["ours"], "cpu")
+    for batch in (2, 2, 2, 4, 4):
+        job.step(batch)
+    assert taken == [(2, None), (2, "graphs of 2"), (2, "graphs of 2"), (4, None), (4, "graphs of 4")]
+    job.park()
+    job.resume()
+    job.step(4)
+    job.step(4)
+    assert taken[5:] == [(4, None), (4, "graphs of 4")]
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_random_tokens_have_the_strides_of_a_loader(batch):
+    """Other strides compile the model again, and captured graphs do not survive that."""
+    shape = {"batch_size": batch, "context_length": 16, "vocab_size": 50257, "device": torch.device("cpu")}
+    with TrainLoader(np.zeros(99, np.uint16), seed=0, name="train.bin", **shape) as loader:
+        ((theirs, _),) = loader.next_batches(1)
+    inputs, targets = trainers.tokens(batch, 16, "cpu")
+    assert inputs.shape == theirs.shape and inputs.stride() == targets.stride() == theirs.stride()
+    assert torch.equal(inputs[:, 1:], targets[:, :-1]) and targets.data_ptr() % 16 == 0
+
+
+class Job:
+    """Takes steps that do nothing. The stopwatch makes their times up."""
+
+    def __init__(self, fails_at=None):
+        self.fails_at, self.log = fails_at, []
+
+    def step(self, batch):
+        self.log.append(batch)
+        if batch == self.fails_at:
+            raise torch.OutOfMemoryError("of course")
+
+    def park(self):
+        self.log.append("park")
+
+    @contextmanager
+    def alone(self):
+        self.log.append("resume")
+        try:
+            yield
+        finally:
+            self.park()
+
+
+def test_the_search_ends_when_the_speed_falls(cell):
+    """The times are a first step, a second step and a sample: 16 tokens in 10 ms, 32 in 10 ms, 64 in 50 ms."""
+    job, gpu = Job(), Stopwatch([9000.0, 40.0, 10.0, 8000.0, 20.0, 10.0, 7000.0, 5.0, 50.0])
+    rows, best = steps.search(cell, EAGER["ours"], lambda: job, gpu)
+    assert [row["tokens_per_second"] for row in rows] == pytest.approx([1600, 3200, 1280])
+    assert [row["first_step_s"] for row in rows] == [9, 8, 7]
+    assert [row["best"] for row in rows] == [False, True, False]
+    assert best.row is rows[1] and best.steps == steps.MOST_STEPS and job.log[-1] == "park"
+
+
+def test_peak_memory_is_of_the_second_step_which_has_moments(cell):
+    class Growing(Stopwatch):
+        def peak(self, call):
+            call()
+            return 2**30 * len(job.log)
+
+    job = Job()
+    rows, _ = steps.search(replace(cell, batches=(1,)), EAGER["ours"], lambda: job, Growing())
+    assert (rows[0]["peak_gib"], rows[0]["peak_of"]) == (2, "second step")
+
+
+def test_the_search_ends_when_memory_runs_out(cell):
+    rows, best = steps.search(cell, EAGER["ours"], lambda: Job(fails_at=2), Stopwatch([1.0, 100.0]))
+    assert [row["status"] for row in rows] == ["ok", "oom"]
+    assert best.row is rows[0] and best.steps == 6  # which fill 0.6 s
+
+
+def test_a_first_step_of_minutes_is_the_only_step(cell):
+    rows, best = steps.search(cell, EAGER["ours"], Job, Stopwatch([121e3] * 3))
+    assert rows[0]["ms"] == 121e3 and rows[0]["message"] and best.steps == 0
+    steps.alternate(cell, [best], rounds=2, gpu=Stopwatch())
+    assert "samples" not in best.row
+
+
+def test_finalists_are_timed_in_turn_and_alone(cell):
+    jobs = [Job(), Job()]
+    finalists = [steps.Finalist(tried(cell), job, 3) for job in jobs]
+    steps.alternate(cell, finalists, rounds=3, gpu=Stopwatch([1.0, 10.0, 3.0, 30.0, 2.0, 90.0]))
+    assert [finalist.row["ms"] for finalist in finalists] == [2, 30]
+    assert jobs[0].log == jobs[1].log == ["resume", 2, 2, "park"] * 3
+
+
+def test_no_second_round_begins_after_the_time_limit(cell):
+    finalist = steps.Finalist(tried(cell), Job(), 3)
+    steps.alternate(cell, [finalist], rounds=3, gpu=Stopwatch([5.0]), until=0)
+    assert finalist.row["samples"] == [5.0] and finalist.row["ms"] == 5
+
+
+def test_a_finalist_that_fails_does_not_stop_the_others(cell):
+    """It frees its memory, takes no more turns, and its row has the status."""
+    jobs = [Job(fails_at=2), Job()]
+    finalists = [steps.Finalist(tried(cell), job, 3) for job in jobs]
+    steps.alternate(cell, finalists, rounds=3, gpu=Stopwatch([10.0, 30.0, 90.0]))
+    assert [finalist.row["status"] for finalist in finalists] == ["oom", "ok"]
+    assert jobs[0].log == ["resume", 2, "park"] and finalists[1].row["ms"] == 30
+
+
+def tried(cell) -> dict:
+    """Return the row of a trainer after a successful search."""
+    row = steps.empty_row(cell, EAGER["ours"], 2)
+    steps.complete(row, cell, 1.0)
+    return row
+
+
+def test_speed_and_flops_of_a_step(cell, monkeypatch):
+    """32 tokens in a millisecond; 6 FLOPs a weight except positions, and 12 x 2 layers x 32 wide x 16 tokens."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    row = tried(cell)
+    weights = 2 * (12 * 32**2 + 13 * 32) + (50304 + 2) * 32
+    assert weights == GPT2(cell.shape(), flash2).n_params() and row["tokens_per_second"] == 32_000
+    assert row["tflops"] == pytest.approx(32_000 * (6 * weights + 12 * 2 * 32 * 16) / 1e12)
+    assert row["mfu"] == pytest.approx(row["tflops"] / 989, rel=1e-3)
+
+
+NANOGPT = """
+from types import SimpleNamespace
+import torch
+class GPTConfig:
+    def __init__(self, **sizes):
+        self.__dict__ |= sizes
+class GPT(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config, self.weight = config, torch.nn.Parameter(torch.ones(3, 3))
+        attention = torch.nn.Module()
+        attention.flash = True
+        self.transformer = torch.nn.ModuleDict({"h": torch.nn.ModuleList([torch.nn.ModuleDict({"attn": attention})])})
+    def forward(self, x, y):
+        return None, 1e6 * self.weight.sum()
+"""
+
+
+@pytest.mark.parametrize("attention", ["naive", "sdpa"])
+def test_nanogpts_model_has_our_shape_and_its_gradient_is_clipped(cell, tmp_path, monkeypatch, attention):
+    """The gradient norm is at most 1. Naive attention is nanoGPT's branch with a causal mask."""
+    (tmp_path / "model.py").write_text(NANOGPT)
+    job = trainers.nanogpt(
+        cell, Trainer("nanogpt", attention, False), "cpu", trainers.load_nanogpt(tmp_path / "model.py")
+    )
+    config, norms = job.model.config, []
+    assert (config.n_layer, config.n_head, config.n_embd, config.block_size) == (2, 2, 32, 16)
+    assert (config.vocab_size, config.bias, config.dropout) == (50304, True, 0)
+    attn = job.model.transformer.h[0].attn
+    assert attn.flash == (attention == "sdpa")
+    assert attention == "sdpa" or torch.equal(attn.bias[0, 0], torch.ones(16, 16).tril())
+    take = job.optimizer.step
+    monkeypatch.setattr(job.optimizer, "step", lambda: norms.append(job.model.weight.grad.norm()) or take())
+    job.step(2)
+    assert norms == [pytest.approx(1)]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [("def", "cannot be run as Python"), ("GPT = 1", "has no GPT and GPTConfig"), (None, "does not exist")],
+)
+def test_a_file_that_is_not_nanogpts_is_refused(tmp_path, text, sentence):
+    file = tmp_path / "model.txt"
+    if text:
+        file.write_text(text)
+    with pytest.raises(UserError, match=sentence):
+        compare.run(TrainingSettings(nanogpt=file))
+
+
+def test_the_floor_is_all_matrix_products_and_the_fastest_attention(cell, monkeypatch):
+    """The count is 6 FLOPs per weight and token, for 2 layers of 12 x 32^2 weights and the head."""
+    with FlopCounterMode(display=False) as counter:
+        floor.products(cell, 2, "cpu")()
+    assert counter.get_total_flops() == 6 * 2 * 16 * (2 * 12 * 32**2 + trainers.PADDED * 32)
+    variants = {"slow": lambda *given, **options: time.sleep(0.02) or flash2(*given, **options), "flash2": flash2}
+    parts = floor.floor_finalists(cell, 2, variants, Cpu())
+    calls = []
+    monkeypatch.setitem(variants, "flash2", lambda *given, **options: calls.append(1) or flash2(*given, **options))
+    with parts["attention"].job.alone():
+        parts["attention"].job.step(2)
+    assert len(calls) == 2, "one call per layer"
+    steps.alternate(cell, list(parts.values()), rounds=1, gpu=Stopwatch([5.0, 3.0]))
+    row = floor.floor_row(cell, parts)
+    assert row["parts_ms"] == {"matmul": 5, "attention": 3} and row["ms"] == 8
+    assert (row["attention"], row["batch_size"], row["status"]) == ("flash2", 2, "ok")
+    assert all(part.job.call is None for part in parts.values())
+
+
+def test_speeds_are_compared_at_the_best_micro_batch(cell):
+    def row(trainer, attention, batch, speed, gib, best=True, compiled=True):
+        made = steps.empty_row(cell, Trainer(trainer, attention, compiled), batch)
+        return made | {"tokens_per_second": speed, "peak_gib": gib, "best": best, "status": "ok"}
+
+    rows = [
+        row("ours", "flash2", 2, 500.0, 3.0, best=False),
+        row("ours", "flash2", 4, 600.0, 5.0),
+        row("nanogpt", "sdpa", 2, 400.0, 6.0),
+        row("huggingface", "naive", 1, 100.0, 9.0, compiled=False),
+        row("floor", "flash2", 4, 800.0, None, best=False, compiled=False),
+    ]
+    assert compare.ratios(rows) == "1.500 x nanogpt:sdpa, 6.000 x huggingface:naive:eager, 0.750 x floor"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("main_kernel", "attention"),
+        ("backward_kernel", "attention"),
+        ("softmax_gradient_kernel", "attention"),
+        ("add_pieces_kernel", "attention"),
+        ("void at::native::cunn_SoftMaxForward<8, float, float, float, SoftMaxForwardEpilogue>", "attention"),
+        ("void at::native::cunn_SoftMaxForward<8, float, float, float, LogSoftMaxForwardEpilogue>", "head and loss"),
+        ("void pytorch_flash::flash_fwd_kernel<...>", "attention"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26", "attention"),
+        ("triton_red_fused__softmax__to_copy_masked_fill_3", "attention"),
+        ("cross_entropy_kernel", "head and loss"),
+        ("triton_red_fused__log_softmax__log_softmax_backward_data__to_copy_nll_loss_backward", "head and loss"),
+        ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT", "matmul"),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int>", "matmul"),
+        ("void at::native::multi_tensor_apply_kernel<FusedOptimizerTensorListMetadata>", "optimizer"),
+        ("gelu_gradient_kernel", "normalisation and elementwise"),
+        ("linear_gelu_kernel", "matmul"),
+        ("linear_exponentials_kernel", "matmul"),
+        ("linear_sum_kernel", "matmul"),
+        ("cross_entropy_sums_kernel", "head and loss"),
+        ("triton_per_fused__to_copy_add_native_layer_norm_5", "normalisation and elementwise"),
+    ],
+)
+def test_class_of_a_kernel(kernel, kind):
+    assert class_of(kernel) == kind
+
+
+def test_idle_time_is_time_without_a_kernel():
+    assert covered([(0, 10), (5, 12), (20, 25), (21, 22)]) == 17
+    kernels = [("nvjet", 0, 4000), ("gelu_kernel", 3000, 5000), ("main_kernel", 9000, 10000)]
+    parts = summarise(kernels, steps=2)
+    assert (parts["matmul"], parts["attention"], parts["idle"]) == (2, 0.5, 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"cells": ["gpt5"]}, "cells=gpt5 is unknown; choose one of gpt2_1k, "),
+        ({"trainers": ["ours:magic"]}, "trainers=ours:magic is unknown; choose one of ours:flash2, "),
+        ({"trainers": ["nanogpt:sdpa"]}, "trainers=nanogpt:sdpa needs nanoGPT's model.py; add nanogpt="),
+        ({"batches": []}, r"batches=\[\] is empty"),
+        ({"batches": [32, 0]}, r"batches=\[32,0\] must be positive"),
+        ({"batches": [10**20]}, r"batches=\[10+\] is too large; give at most 1048576"),
+        ({"rounds": 2**62}, "rounds=4611686018427387904 is too large"),
+        ({"budget_seconds": float("nan")}, "budget_seconds=nan must be positive"),
+    ],
+)
+def test_impossible_settings_are_refused(given, message):
+    with pytest.raises(UserError, match=message):
+        TrainingSettings(**given)
+
+
+def test_nanogpt_is_left_out_without_its_file():
+    chosen = compare.chosen_trainers(TrainingSettings(), TrainingCell("gpt2", 2048, (1,)))
+    assert list(map(str, chosen)) == ["ours:flash2"]
+
+
+def test_own_function_is_measured_beside_the_others():
+    settings = TrainingSettings(function="my_module:my_attention")
+    chosen = compare.chosen_trainers(settings, TrainingCell("gpt2", 2048, (1,)))
+    assert chosen[0].attention == "flash2"
+    assert list(map(str, chosen[1:])) == [f"ours:custom:my_module:my_attention{how}" for how in ("", ":eager")]
+
+
+def test_own_function_trains_like_the_variant_that_it_calls(cell, tmp_path, monkeypatch):
+    code = "from kernels.naive.definition import standard_attention\n\n"
+    code += (
+        "def attention(q, k, v, *, causal, scale):\n    return standard_attention(q, k, v, causal=causal, scale=scale)"
+    )
+    (tmp_path / "own_kernel.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    losses = []
+    for attention in ("naive", "custom:own_kernel:attention"):
+        torch.manual_seed(0)
+        losses.append(trainers.ours(cell, Trainer("ours", attention, False), "cpu").step(2)[0].item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+def test_a_function_that_does_not_exist_is_refused():
+    with pytest.raises(UserError, match="function=nowhere:attention: Python finds no module nowhere"):
+        compare.run(TrainingSettings(function="nowhere:attention"))
+
+
+def test_only_complete_measurements_replace_the_published_results():
+    some = ({"cells": ["gpt2_1k"]}, {"trainers": ["ours:flash2"]}, {"batches": [4]})
+    assert all(TrainingSettings(**given).is_partial() for given in (*some, {"function": "a:b"}))
+    assert not TrainingSettings(breakdown=True, rounds=3).is_partial()
+
+
+def test_micro_batches_are_tried_in_ascending_order():
+    (cell,) = compare.chosen_cells(TrainingSettings(cells=["gpt2_1k"], batches=[64, 32, 64]))
+    assert cell.batches == (32, 64)
+
+
+def test_cells_before_an_interruption_are_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(compare, "Gpu", Cpu)
+    monkeypatch.setattr(compare, "environment", lambda: {"commit": "e"})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+
+    def measure(cell, settings, builders, gpu, until):
+        assert until - time.monotonic() == pytest.approx(settings.budget_seconds, abs=60)
+        if cell.context_length == 8192:
+            raise KeyboardInterrupt
+        return [steps.empty_row(cell, EAGER["ours"], 1) | {"status": "ok", "best": False}]
+
+    monkeypatch.setattr(compare, "measure", measure)
+    out = tmp_path / "training.json"
+    with pytest.raises(KeyboardInterrupt):
+        compare.run(TrainingSettings(cells=["gpt2_1k", "gpt2_8k"], out=out))
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["context_length"], row["commit"]) for row in rows] == [(1024, "e")]
+
+
+def test_rows_are_shown_with_and_without_a_breakdown(cell, capsys):
+    row = tried(cell) | {"best": True, "breakdown_ms": {"head and loss": 1.5, "idle": 0.25}}
+    failed = steps.empty_row(cell, EAGER["huggingface"], 2) | {"best": True, "status": "oom"}
+    compare.show([row, failed])
+    text = capsys.readouterr().out
+    assert "32,000" in text and "head and loss" in text and "0.25" in text and "oom" in text

@@ -1,0 +1,73 @@
+"""The choice between flash2's kernels, and its explanation and log line."""
+
+import logging
+
+import pytest
+import torch
+
+from kernels.flash2 import dispatch, tiles
+from kernels.flash2.options import Options
+
+BF16 = torch.bfloat16
+WHOLE = Options(causal=True)
+DROPOUT = WHOLE._replace(dropout_p=0.1)
+
+
+@pytest.fixture(autouse=True)
+def new_triton(monkeypatch):
+    """Apply the rules of a Triton that supports the warp-specialised kernels, whichever is installed."""
+    monkeypatch.setattr(dispatch, "triton_version", lambda: (3, 6))
+
+
+@pytest.mark.parametrize(
+    ("arch", "head_dim", "dtype", "options", "specialised"),
+    [
+        ("sm_90", 128, BF16, WHOLE, True),
+        ("sm_90", 80, torch.float16, WHOLE, True),
+        ("sm_80", 64, BF16, WHOLE, False),
+        ("sm_100", 128, BF16, WHOLE, False),
+        ("gfx942", 128, BF16, WHOLE, False),
+        ("sm_90", 72, BF16, WHOLE, False),
+        ("sm_90", 64, torch.float32, WHOLE, False),
+        ("sm_90", 64, BF16, WHOLE._replace(window=8), False),
+        ("sm_90", 64, BF16, WHOLE._replace(documents=torch.zeros(1, 2, 4)), False),
+        ("sm_90", 128, BF16, DROPOUT, True),
+        ("sm_80", 128, BF16, DROPOUT, False),
+    ],
+)
+def test_the_warp_specialised_kernels_run_only_on_supported_inputs(arch, head_dim, dtype, options, specialised):
+    for pass_ in ("forward", "backward"):
+        assert dispatch.uses_hopper_kernels(pass_, arch, head_dim, dtype, 1024, options) is specialised
+        if options is WHOLE:
+            line = dispatch.explain(head_dim, dtype, True, 1024, arch)
+            assert f"{pass_} by {'warp-specialised Gluon' if specialised else 'plain Triton'}" in line
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_dq_of_a_deterministic_backward_is_explained_as_plain(deterministic):
+    line = dispatch.explain(128, BF16, True, 1024, "sm_90", deterministic=deterministic)
+    assert "backward by warp-specialised Gluon" in line and ("dQ by plain Triton" in line) is deterministic
+
+
+def test_a_length_without_settings_gets_the_plain_kernels(monkeypatch):
+    row = {"pass": "forward", "head_dim": 64, "mask": "full", "max_seq_len": None}
+    row |= {"keys": 64, "stages": 3, "consumers": 2}
+    monkeypatch.setattr(tiles, "read_table", lambda: {"hopper": [row]})
+    tiles.hopper_config_for.cache_clear()
+    chosen = [dispatch.uses_hopper_kernels("forward", "sm_90", 64, BF16, seq_k, Options()) for seq_k in (4096, 4097)]
+    tiles.hopper_config_for.cache_clear()
+    assert chosen == [False, True]
+
+
+def test_an_older_triton_gets_the_plain_kernels(monkeypatch):
+    monkeypatch.setattr(dispatch, "triton_version", lambda: (3, 5))
+    assert not dispatch.uses_hopper_kernels("backward", "sm_90", 64, BF16, 1024, WHOLE)
+
+
+def test_the_log_names_the_kernels_once(caplog):
+    dispatch._log_choice.cache_clear()
+    q = torch.randn(1, 20, 1, 16)
+    with caplog.at_level(logging.INFO, logger=dispatch.__name__):
+        for _ in range(2):
+            dispatch.forward(q, q, q, *Options(scale=0.25))
+    assert caplog.messages == ["flash2 forward of head_dim 16 in torch.float32 on cpu: plain Triton kernels"]

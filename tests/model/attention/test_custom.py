@@ -1,0 +1,202 @@
+"""A kernel of the user's own: how it is found, checked and called, and the message for each mistake in it."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from errors import UserError
+from model.attention import Custom, CustomConfig, NaiveConfig, build_attention, check_attention, load_function
+from model.attention.registry import restore_attention
+from model.gpt2 import CHECKPOINTING, GPT2, ModelConfig
+from tests.kernels.accuracy import Case, assert_as_accurate, draw, outcome
+
+KERNEL = """
+import torch
+
+
+def attention(q, k, v, *, causal, scale):
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    scores = q @ k.mT * scale
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+    return (scores.softmax(-1) @ v).transpose(1, 2)
+
+
+def without_scale(q, k, v, *, causal):
+    return v
+
+
+def fails(q, k, v, *, causal, scale):
+    return undefined_name
+
+
+def of_another_shape(q, k, v, *, causal, scale):
+    return attention(q, k, v, causal=causal, scale=scale).transpose(1, 2)
+
+
+def of_another_dtype(q, k, v, *, causal, scale):
+    return attention(q, k, v, causal=causal, scale=scale).double()
+
+
+def without_gradient(q, k, v, *, causal, scale):
+    return attention(q, k, v, causal=causal, scale=scale).detach()
+
+
+def of_two_tensors(q, k, v, *, causal, scale):
+    return v, v
+
+
+class Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, v):
+        return v.clone()
+
+    @staticmethod
+    def backward(ctx, dout):
+        raise AssertionError("no backward pass yet")
+
+
+def without_backward(q, k, v, *, causal, scale):
+    return Backward.apply(v)
+
+
+number = 3
+"""
+CHECK = {"head_dim": 16, "dtype": torch.float32, "dropout_p": 0.0, "device": torch.device("cpu"), "context_length": 64}
+
+
+@pytest.fixture(autouse=True)
+def modules(tmp_path, monkeypatch) -> Path:
+    """The current folder, with a module of kernels and two that cannot be imported."""
+    (tmp_path / "my_kernels.py").write_text(KERNEL)
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    (tmp_path / "needy.py").write_text("import a_package_that_is_missing\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield tmp_path
+    for name in ("my_kernels", "broken", "needy"):
+        sys.modules.pop(name, None)
+
+
+def custom(function: str = "attention") -> CustomConfig:
+    return CustomConfig(function=f"my_kernels:{function}")
+
+
+def test_a_function_of_the_current_folder_is_attention():
+    case = Case(seq_q=63, seq_k=63, dtype=torch.float32)
+    inputs = draw(case, "cpu")
+    attention = build_attention(custom())
+    found = outcome(lambda q, k, v: attention(q, k, v, causal=True, scale=case.head_dim**-0.5), *inputs)
+    assert_as_accurate(case, found, inputs, 2)
+    check_attention(custom(), **CHECK)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("my_kernels", "function=my_kernels is not module:function; write for example function=my_module:my_attention"),
+        ("my_kernels:", "is not module:function"),
+        ("nowhere:attention", "finds no module nowhere; run from its folder or add it to PYTHONPATH"),
+        ("nowhere.at.all:attention", "no module nowhere"),
+        ("my_kernels:atention", "module my_kernels has no atention; my_kernels has attention, without_scale"),
+        ("my_kernels:number", "is a int, not a function"),
+        ("broken:attention", "importing broken fails .ZeroDivisionError: division by zero.; fix the module"),
+        ("needy:attention", "importing needy fails .ModuleNotFoundError: No module named 'a_package_that_is_missing'"),
+    ],
+)
+def test_a_name_that_leads_to_no_function_is_refused(name, message):
+    with pytest.raises(UserError, match=message):
+        load_function(name)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("without_scale", "has no parameter scale; define it as"),
+        ("fails", r"NameError: name 'undefined_name' is not defined in line \d+ of my_kernels.py.; fix the function"),
+        ("of_another_shape", r"the output is \(1, 2, 64, 16\) torch.float32 and should be \(1, 64, 2, 16\)"),
+        ("of_another_dtype", r"torch.float64 and should be \(1, 64, 2, 16\) torch.float32"),
+        ("without_gradient", "the output has no gradient; wrap a kernel in torch.autograd.Function"),
+        ("of_two_tensors", "the output is a tuple and should be"),
+        ("without_backward", r"AssertionError: no backward pass yet in line \d+ of my_kernels.py"),
+    ],
+)
+def test_a_function_that_cannot_train_is_refused_in_a_sentence_with_its_name(function, message):
+    with pytest.raises(UserError, match=message) as refusal:
+        check_attention(custom(function), **CHECK)
+    assert f"attention.function=my_kernels:{function}" in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_the_traceback_of_the_users_code_is_kept():
+    with pytest.raises(UserError) as refusal:
+        check_attention(custom("fails"), **CHECK)
+    assert isinstance(refusal.value.__cause__, NameError)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dropout_p": 0.1}, "does not accept dropout_p; set model.dropout=0 or use attention=flash2"),
+        ({"documents": True}, "does not accept cu_seqlens; set data.document_mask=false or use attention=flash2"),
+    ],
+)
+def test_what_the_function_has_no_parameter_for_is_refused(options, message):
+    with pytest.raises(UserError, match=message):
+        check_attention(custom(), **CHECK | options)
+
+
+def test_options_are_passed_only_if_they_are_asked_for():
+    """Autocast is off inside, as in the kernels of this repository."""
+    calls = []
+
+    def record(q, k, v, **options):
+        calls.append((options, torch.is_autocast_enabled("cpu")))
+        return v
+
+    attend, x, cuts = Custom("record", record), torch.randn(1, 8, 2, 16), torch.tensor([0, 3, 8])
+    with torch.autocast("cpu", torch.bfloat16):
+        attend(x, x, x, causal=True, scale=0.5)
+        attend(x, x, x, causal=True, scale=0.5, dropout_p=0.1, cu_seqlens=cuts)
+    plain = {"causal": True, "scale": 0.5}
+    assert calls == [(plain, False), (plain | {"dropout_p": 0.1, "cu_seqlens": cuts}, False)]
+
+
+def test_only_the_command_line_can_name_code():
+    """A record names a module that must not be imported."""
+    recorded = {"name": "custom", "function": "broken:attention"}
+    for given in (None, "my_kernels:attention"):
+        with pytest.raises(UserError, match="is not the run's broken:attention; give function=broken:attention"):
+            restore_attention(recorded, given)
+    assert "broken" not in sys.modules
+    assert restore_attention(recorded | {"function": "my_kernels:attention"}, "my_kernels:attention") == custom()
+    assert restore_attention({"name": "naive"}, None) == NaiveConfig()
+
+
+def untraceable(q, k, v, *, causal, scale):
+    """Return v scaled by a number that torch.compile cannot know."""
+    torch._dynamo.graph_break()
+    return v * scale
+
+
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+@pytest.mark.parametrize("function", ["attention", "untraceable"])
+def test_a_compiled_model_gives_the_gradients_of_the_eager_one(function, checkpointing):
+    """Also if the graph breaks in the function."""
+    attend = Custom("untraceable", untraceable) if function == "untraceable" else build_attention(custom())
+    torch.manual_seed(0)
+    model = GPT2(ModelConfig(2, 2, 32, 32, 64), attend, checkpointing)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    tokens = torch.randint(64, (2, 33))
+    gradients = []
+    torch._dynamo.reset()
+    for called in (model, torch.compile(model, fullgraph=attend.fullgraph, backend="aot_eager")):
+        model.zero_grad()
+        called(tokens[:, :-1], tokens[:, 1:]).backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    torch.testing.assert_close(*gradients)

@@ -1,0 +1,67 @@
+"""The registry: each variant's settings, and the messages for settings that it does not have."""
+
+import ast
+import inspect
+import itertools
+import textwrap
+from dataclasses import fields
+
+import pytest
+
+from errors import UserError
+from model.attention import VARIANTS, AttentionConfig, SdpaConfig, unknown_setting
+from model.attention.libraries import Fa2Config, Fa3Config, Fa4Config
+from model.attention.registry import restore_attention
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_each_variant_has_a_config_of_its_own_with_documented_settings(name):
+    config = VARIANTS[name]
+    assert config().name == name and config.__doc__ and issubclass(config, AttentionConfig)
+    body = ast.parse(textwrap.dedent(inspect.getsource(config))).body[0].body
+    documented = {
+        node.target.id
+        for node, below in itertools.pairwise(body)
+        if isinstance(node, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+    }
+    assert {field.name for field in fields(config)} - {"name"} == documented - {"name"}
+
+
+def test_a_name_that_is_not_the_variants_is_refused():
+    with pytest.raises(UserError, match="attention.name=naive contradicts attention=sdpa; choose a variant with"):
+        SdpaConfig(name="naive")
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "message"),
+    [
+        ("naive", "window", "attention=naive, which has no settings; use it with attention=local"),
+        ("sdpa", "bakend", "attention=sdpa, which has attention.backend; leave it out"),
+        ("local", "backend", "which has attention.window, attention.deterministic; use it with attention=sdpa"),
+        ("flash1", "deterministic", "use it with attention=flash2, attention=local, attention=block_sparse"),
+    ],
+)
+def test_a_setting_of_another_variant_is_refused_with_what_this_one_has(name, key, message):
+    assert f"attention.{key} is not a setting of" in unknown_setting(name, key)
+    assert message in unknown_setting(name, key)
+
+
+def test_a_config_is_written_as_on_the_command_line():
+    local = VARIANTS["local"](window=4, deterministic=True)
+    assert str(local) == "attention=local attention.window=4 attention.deterministic=true"
+    assert str(SdpaConfig()) == "attention=sdpa"
+    assert str(VARIANTS["custom"](function="a:b")) == "attention=custom attention.function=a:b"
+
+
+def test_a_record_of_an_older_version_is_restored_without_settings_of_other_variants():
+    recorded = {"name": "local", "backend": "auto", "window": 9, "pattern": None, "deterministic": False}
+    assert restore_attention(recorded, None) == VARIANTS["local"](window=9)
+    with pytest.raises(UserError, match="attention=flash9, which this version does not have"):
+        restore_attention({"name": "flash9"}, None)
+
+
+@pytest.mark.parametrize("config", [Fa2Config, Fa3Config, Fa4Config])
+def test_a_missing_package_is_named_with_the_command_that_installs_it(config, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
+    with pytest.raises(UserError, match=f"needs the package {config.package}; run pip install .*flash-att"):
+        config().build()

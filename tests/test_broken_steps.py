@@ -1,0 +1,136 @@
+"""Steps that are not finite, and spikes: skipped, recorded and replayed."""
+
+import itertools
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from model.gpt2 import GPT2, Block
+from tests.e2e import curve, load, rows, run, train
+from tests.test_failures import fill_disk_at
+
+pytest_plugins = ["tests.e2e"]
+
+LOSSES = ("train/loss", "train/grad_norm", "val/loss")
+
+
+def spoil(monkeypatch, factor: float, *calls: int) -> None:
+    """The model's loss is multiplied by `factor` at its calls of these numbers."""
+    forward, count = GPT2.forward, itertools.count(1)
+    monkeypatch.setattr(
+        GPT2, "forward", lambda *args, **kw: forward(*args, **kw) * (factor if next(count) in calls else 1)
+    )
+
+
+def test_steps_that_are_not_finite_are_skipped_counted_and_told(workplace, monkeypatch):
+    spoil(monkeypatch, math.nan, 7, 8)
+    outcome = train("run", "train.max_steps=10", "train.on_nan=skip").ok()
+    skips = curve("run", "train/skipped_steps")
+    assert skips == [(step, max(0, min(step, 8) - 6)) for step in range(1, 11)]
+    assert outcome.out.count("the weights did not take this step (train.on_nan=skip") == 2
+    assert [row["train/loss"] is None for row in rows("run")] == [step in (7, 8) for step in range(1, 11)]
+    state = load("run/checkpoints/step-00000010.pt")
+    assert state["skipped"] == 2 and all(weight.isfinite().all() for weight in state["model"].values())
+    assert {int(moments["step"]) for moments in state["optimizer"]["state"].values()} == {8}
+
+
+def test_too_many_steps_in_a_row_that_are_not_finite_stop_the_run(workplace, monkeypatch):
+    spoil(monkeypatch, math.nan, *range(3, 12), *range(13, 23))
+    outcome = train("run", "train.max_steps=40", "train.on_nan=skip", "train.log_interval=4", "train.eval_interval=99")
+    assert outcome.code == 2 and "the loss was nan and the gradient norm nan at step 22;" in outcome.err
+    assert "Lower optimizer.lr" in outcome.err and len(outcome.err.splitlines()) == 1
+    record = Path(re.search(r"record=(\S+)", outcome.err).group(1))
+    again = run("replay.py", f"record={record}", "device=cpu").ok()
+    assert "the batch of step 22 with " in again.out and "step-00000024.pt, flash2 attention" in again.out
+    content = json.loads(record.read_text())
+    content["loader"]["position"] = -5
+    record.write_text(json.dumps(content))
+    refused = run("replay.py", f"record={record}", "device=cpu")
+    assert (refused.code, refused.err.count("is not the record of a step")) == (2, 1)
+
+
+def test_no_checkpoint_has_steps_in_it_that_nobody_judged(workplace, monkeypatch):
+    """After a kill nobody would: here rows of metrics are further apart than checkpoints."""
+    often = ("train.log_interval=20", "train.eval_interval=99", "checkpoint.interval=10", "train.max_steps=20")
+    spoil(monkeypatch, math.nan, 7)
+    outcome = train("run", *often)
+    assert outcome.code == 2 and "the loss was nan and the gradient norm nan at step 7;" in outcome.err
+    assert [path.name for path in Path("run/checkpoints").iterdir()] == ["step-00000010.pt"], "saved as it stops"
+    spoil(monkeypatch, math.nan, 7)
+    train("skipping", *often, "train.on_nan=skip").ok()
+    assert load("skipping/checkpoints/step-00000010.pt")["skipped"] == 1
+
+
+def test_a_loss_that_is_no_number_is_told_though_the_disk_is_full(workplace, monkeypatch):
+    spoil(monkeypatch, math.nan, 3)
+    fill_disk_at(monkeypatch, "step-00000003.pt")
+    (sentence,) = train("run").err.splitlines()
+    assert "The state is lost: " in sentence
+    assert "the loss was nan and the gradient norm nan at step 3; the weights did not take this step." in sentence
+    assert "step-00000003.pt cannot be written (File too large); free some space" in sentence
+    assert Path(re.search(r"record=(\S+)", sentence).group(1)).is_file()
+
+
+def test_what_is_usual_is_known_after_a_resume(workplace, monkeypatch):
+    train("run", "train.max_steps=25", "train.eval_interval=99", "checkpoint.dir=kept").ok()
+    assert load("kept/step-00000025.pt")["norms"] == [norm for _, norm in curve("run", "train/grad_norm")]
+    spoil(monkeypatch, 100.0, 2)
+    outcome = train(
+        "run", "train.max_steps=28", "train.eval_interval=99", "checkpoint.dir=kept", "checkpoint.resume=auto"
+    )
+    assert outcome.ok().out.count("times the usual") == 1 and "at step 27," in outcome.out
+
+
+def replayed(outcome) -> dict:
+    return json.loads(Path(outcome.ok().out.splitlines()[-1].removeprefix("outputs in "), "replay.json").read_text())
+
+
+def test_spike_is_recorded_and_its_batch_replayed_to_the_bit(workplace, monkeypatch):
+    """Logged every 4 steps, so that the record is made when the loader is further on."""
+    often = ("train.max_steps=28", "checkpoint.interval=1", "checkpoint.keep=9", "train.grad_accumulation=2")
+    spoil(monkeypatch, 100.0, 49, 50)  # the two micro-batches of step 25
+    outcome = train("run", *often, "train.log_interval=4", "train.eval_interval=99")
+    (line,) = [line for line in outcome.ok().out.splitlines() if "times the usual" in line]
+    file = re.search(r"python replay.py (record=\S+)", line).group(1)
+    assert "at step 25," in line and file.endswith("run/replay/step-00000025.json")
+    monkeypatch.undo()
+    monkeypatch.chdir(workplace)
+    result = replayed(run("replay.py", file, "device=cpu"))
+    recorded = json.loads(Path(file.removeprefix("record=")).read_text())
+    assert recorded["checkpoint"].endswith("step-00000024.pt")
+    assert [100 * result[key] for key in ("loss", "grad_norm")] == pytest.approx(
+        [recorded[key] for key in ("loss", "grad_norm")], rel=1e-6
+    )
+    by_others = replayed(run("replay.py", file, "device=cpu", "checkpoint=run/checkpoints/step-00000020.pt"))
+    assert by_others["loss"] != result["loss"] and by_others["checkpoint"].endswith("20.pt")
+    shutil.rmtree("run/checkpoints")
+    refused = run("replay.py", file, "device=cpu")
+    assert refused.code == 2 and "names no existing checkpoint" in refused.err
+
+
+def test_a_spike_that_the_disk_cannot_record_is_told_and_training_goes_on(workplace, monkeypatch):
+    spoil(monkeypatch, 100.0, 25)
+    Path("run").mkdir()
+    Path("run/replay").write_text("in the way of the folder")
+    outcome = train("run", "train.max_steps=28", "train.eval_interval=99").ok()
+    assert "times the usual norm; the record " in outcome.out
+
+
+def test_what_is_recorded_is_replayed_as_asked(workplace, monkeypatch):
+    """Activations as in the run; another precision where one is named."""
+    spoil(monkeypatch, math.nan, 3)
+    outcome = train("run", "train.activation_checkpointing=full")
+    file = re.search(r"record=\S+", outcome.err).group()
+    seen, forward = set(), Block.forward
+
+    def watched(block, *args):
+        seen.add(block.activation_checkpointing)
+        return forward(block, *args)
+
+    monkeypatch.setattr(Block, "forward", watched)
+    told = run("replay.py", file, "device=cpu", "precision=bf16", "checkpoint=run/checkpoints")
+    assert "CPU, bf16" in told.ok().out and seen == {"full"}

@@ -1,0 +1,123 @@
+"""Runs that are killed many times, and long runs."""
+
+import itertools
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from statistics import median
+
+import pytest
+import torch
+
+from tests.e2e import TINY, curve, load, start, train
+from trainer.checkpoint.policy import Checkpoints
+
+pytest_plugins = ["tests.e2e"]
+
+LOSSES = ("train/loss", "train/grad_norm", "val/loss")
+
+
+# Forks train.py as often as its first argument says, kills it each time, and lets it finish at last. A kill comes up to
+# 10 ms after one of the next calls of what makes a step, or of a part of writing a checkpoint.
+KILLER = """
+import glob, os, random, signal, sys, time
+import torch
+import train
+
+times, arguments = int(sys.argv[1]), sys.argv[2:]
+
+def fork(module, name):
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        function = getattr(module, name)
+        setattr(module, name, lambda *args, **kwargs: (os.write(writing, b"."), function(*args, **kwargs))[1])
+        sys.argv[1:] = arguments
+        train.launch(train.main, "config")
+        os._exit(0)
+    os.close(writing)
+    return pid, reading
+
+moments = [(train, "train_step"), (torch, "save"), (os, "fsync"), (os, "replace")]
+for life in range(times):
+    pid, calls = fork(*moments[life % len(moments)])
+    for _ in range(random.randint(1, 3) + (life == 0)):
+        os.read(calls, 1)
+    while not glob.glob("killed/checkpoints/step-*.pt"):  # for all others to continue
+        time.sleep(0.001)
+    time.sleep(random.uniform(0, 0.01))
+    os.kill(pid, signal.SIGKILL)
+    assert os.waitpid(pid, 0)[1] == signal.SIGKILL, "it had ended"
+    os.close(calls)
+pid, _ = fork(*moments[0])
+sys.exit(os.waitpid(pid, 0)[1])
+"""
+
+
+@pytest.mark.parametrize("beside", ["true", "false"])
+@pytest.mark.parametrize("times", [4, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
+def test_run_killed_again_and_again_ends_as_if_it_had_not_been(workplace, times, beside):
+    """Whether its checkpoints are written beside training or while it waits."""
+    last = 8 * times
+    settings = (f"train.max_steps={last}", "checkpoint.interval=1", "model.dropout=0.2")
+    settings += (f"checkpoint.asynchronous={beside}",)
+    train("whole", *settings).ok()
+    killed = (*settings, "hydra.run.dir=killed", "checkpoint.dir=killed/checkpoints", "checkpoint.resume=auto")
+    process = start("-c", KILLER, str(times), *TINY, *killed)
+    out, err = process.communicate(timeout=1000)
+    assert process.returncode == 0 and "Traceback" not in err, err
+    assert out.count("continuing after step") >= times // 2
+    assert [step for step, *_ in curve("killed")] == list(range(1, last + 1))
+    assert curve("killed", *LOSSES) == curve("whole", *LOSSES)
+    ours, theirs = (load(f"{folder}/checkpoints/step-{last:08d}.pt") for folder in ("killed", "whole"))
+    torch.testing.assert_close(ours["model"], theirs["model"], rtol=0, atol=0)
+    torch.testing.assert_close(ours["optimizer"], theirs["optimizer"], rtol=0, atol=0)
+    assert not list(Path("killed/checkpoints").glob("*.partial"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("device", "steps", "interval"), [("cpu", 36_000, 1000), pytest.param("cuda", 10**7, 1000, marks=pytest.mark.gpu)]
+)
+def test_long_run_grows_neither_in_memory_nor_in_files_nor_in_time(workplace, monkeypatch, device, steps, interval):
+    """Samples at the end of each evaluation: resident pages, open files, threads, bytes of tensors on the GPU, and the
+    seconds since the last. On a CPU it takes as many steps, though small ones, as README's first run would in two hours
+    at 0.2 s each; on a GPU it is told to end after eight minutes."""
+    samples = []
+
+    def sample() -> None:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        tensors = torch.cuda.memory_allocated() if device == "cuda" else 0
+        files = len(os.listdir("/proc/self/fd"))
+        samples.append((pages, files, threading.active_count(), tensors, time.monotonic()))
+
+    save = Checkpoints.save
+    monkeypatch.setattr(Checkpoints, "save", lambda *args: (sample(), save(*args))[1])
+    small = ("model=gpt2-nano", "model.n_layer=4", "model.n_head=4", "model.n_embd=128", "train.sample_tokens=8")
+    often = (f"train.eval_interval={interval}", f"checkpoint.interval={interval}", "train.log_interval=10")
+    timer = threading.Timer(480, os.kill, (os.getpid(), signal.SIGTERM))
+    if device == "cuda":
+        timer.start()
+    try:
+        outcome = train("run", *small, *often, f"train.max_steps={steps}", f"device={device}")
+    finally:
+        timer.cancel()  # or it would end the tests
+    assert outcome.code == (128 + signal.SIGTERM if device == "cuda" else 0), outcome.err
+    pages, files, threads, tensors, clock = zip(*samples, strict=True)
+    seconds = [after - before for before, after in itertools.pairwise(clock)]
+    early, half = len(samples) // 8, len(samples) // 2
+    pace = f"{median(seconds[early:half]):.2f} s, then {median(seconds[half:]):.2f} s, for {interval} steps"
+    print(f"{len(samples)} samples; {pace}; {max(pages[early:half])} pages, then {max(pages[half:])}")
+    print(f"{median(tensors[early:half])} bytes of tensors, then {median(tensors[half:])}")
+    opened, running = (f"{max(x[:early])}, then {min(x[half:])} to {max(x[half:])}" for x in (files, threads))
+    print(f"files {opened}; threads {running}")
+    assert len(samples) >= 24  # so that three come before, of which the first may have more or less of everything
+    # what leaks stays open, while a file in use makes one sample the larger
+    assert min(files[half:]) <= max(files[:early]) and min(threads[half:]) <= max(threads[:early])
+    # batches and figures on their way make some samples a few percent larger
+    assert median(tensors[half:]) <= 1.005 * median(tensors[early:half])
+    assert max(pages[half:]) < 1.02 * max(pages[early:half])
+    assert median(seconds[half:]) < 1.25 * median(seconds[early:half])

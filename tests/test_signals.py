@@ -1,0 +1,114 @@
+"""Signals during whole runs on a CPU: the run saves and ends."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from model.gpt2 import GPT2
+from tests.e2e import ROOT, TINY, at_call, curve, load, start, train
+from trainer.checkpoint.folder import find
+
+pytest_plugins = ["tests.e2e"]
+
+LOSSES = ("train/loss", "train/grad_norm", "val/loss")
+
+
+def twice(number: int) -> None:
+    for _ in range(2):
+        os.kill(os.getpid(), number)
+
+
+def test_a_second_sigterm_lets_the_run_save(workplace, monkeypatch):
+    monkeypatch.setattr(GPT2, "forward", at_call(8, lambda: twice(signal.SIGTERM), GPT2.forward))
+    outcome = train("run", "train.max_steps=20")
+    assert outcome.code == 128 + signal.SIGTERM, "what Slurm is told to requeue on"
+    assert load(find("run"))["step"] == curve("run")[-1][0] == 8
+
+
+def test_a_job_out_of_time_is_saved_before_it_is_queued_again(workplace, monkeypatch):
+    """By the handler that submitit has for SIGUSR2, which in the first process does not return."""
+
+    def queue_again(number, frame):
+        sys.exit(f"queued again after step {load(find('run'))['step']}")
+
+    monkeypatch.setattr(GPT2, "forward", at_call(8, lambda: os.kill(os.getpid(), signal.SIGUSR2), GPT2.forward))
+    before = signal.signal(signal.SIGUSR2, queue_again)
+    try:
+        outcome = train("run", "train.max_steps=20")
+        assert signal.getsignal(signal.SIGUSR2) is queue_again
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert outcome.code == "queued again after step 8" and "SIGUSR2 after step 8; continue with" in outcome.out
+
+
+INTERRUPTED = """
+import os, signal, sys, train
+from tests.test_signals import GPT2, at_call
+numbers = [signal.Signals[name] for name in sys.argv.pop(1).split(",")]
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup, under which the tests may run, has it ignored
+GPT2.forward = at_call(8, lambda: [os.kill(os.getpid(), number) for number in numbers], GPT2.forward)
+train.launch(train.main, "config")
+"""
+
+
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM], ids=["alone", "torchrun's"])
+def test_a_second_ctrl_c_stops_at_once(workplace, second):
+    signals = f"SIGINT,{second.name}"
+    settings = "train.max_steps=20", "checkpoint.interval=5", "hydra.run.dir=run"
+    process = start("-c", INTERRUPTED, signals, *TINY, *settings)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == -second
+    assert err == "\nSIGINT: saving after this step; Ctrl-C ends the run at once, without saving\n"
+    assert load(find("run"))["step"] == 5 and curve("run")[-1] == (7,)
+
+
+def test_a_terminal_that_is_closed_lets_the_run_save(workplace):
+    """Nobody reads stdout and stderr then."""
+    process = start("-c", INTERRUPTED, "SIGHUP", *TINY, "train.max_steps=20", "hydra.run.dir=run")
+    process.stdout.close()
+    process.stderr.close()
+    assert process.wait(timeout=60) == 128 + signal.SIGHUP
+    assert load(find("run"))["step"] == curve("run")[-1][0] == 8
+
+
+def test_training_goes_on_where_nobody_reads_what_it_says(workplace):
+    """As before | head, which ends when it has had its lines."""
+    process = start(str(ROOT / "train.py"), *TINY, "train.max_steps=20", "hydra.run.dir=run")
+    process.stdout.readline()
+    process.stdout.close()
+    assert (process.wait(timeout=60), process.stderr.read()) == (0, "")
+    assert load(find("run"))["step"] == curve("run")[-1][0] == 20
+
+
+def test_a_terminal_that_is_gone_ends_no_run(workplace):
+    """Not the live line on it either."""
+    terminal, end = os.openpty()
+    settings = *TINY, "train.max_steps=20", "hydra.run.dir=run"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TERM": "xterm", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([sys.executable, ROOT / "train.py", *settings], stdout=end, stderr=end, env=environment)
+    os.close(end)
+    told = b""
+    while b"first step in" not in told:
+        told += os.read(terminal, 4096)
+    os.close(terminal)
+    assert process.wait(timeout=60) == 0
+    assert load(find("run"))["step"] == curve("run")[-1][0] == 20
+
+
+def test_a_signal_during_an_evaluation_does_not_wait_for_its_end(workplace, monkeypatch):
+    """In its second batch of 4, after step 10."""
+    monkeypatch.setattr(GPT2, "forward", at_call(12, lambda: os.kill(os.getpid(), signal.SIGTERM), GPT2.forward))
+    outcome = train("run", "train.max_steps=20")
+    assert outcome.code == 128 + signal.SIGTERM and "SIGTERM after step 10; continue with" in outcome.out
+    assert load(find("run"))["step"] == 10 and curve("run", "val/loss")[-1] == (10, None)
+    assert curve("run", "train/loss")[-1][1] is not None, "what the step came to is told"
+    monkeypatch.undo()
+    monkeypatch.chdir(workplace)
+    resume = ("train.max_steps=20", "checkpoint.dir=run/checkpoints", "checkpoint.resume=auto")
+    train("run", *resume).ok()
+    train("whole", "train.max_steps=20").ok()
+    made_up, whole = ({step: loss for step, loss in curve(of, "val/loss") if loss} for of in ("run", "whole"))
+    assert made_up == whole and list(whole) == [10, 20], "what was cut short is made up"

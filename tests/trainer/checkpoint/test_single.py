@@ -1,0 +1,228 @@
+"""Writing checkpoint files: full disks, kills, and which files stay."""
+
+import errno
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from errors import UserError
+from tests.e2e import largest_file
+from tests.trainer.checkpoint.states import small
+from trainer.checkpoint.config import CheckpointConfig
+from trainer.checkpoint.files import SEAL_SIZE, CheckpointError
+from trainer.checkpoint.folder import find
+from trainer.checkpoint.load import load
+from trainer.checkpoint.sharded import ShardedStore
+from trainer.checkpoint.single import SingleFileStore
+
+
+def fail(*args):
+    raise OSError(errno.ENOSPC, "no space left on device")
+
+
+def assert_saving_fails_and_changes_nothing(checkpoints: SingleFileStore, reason: str, state: dict) -> None:
+    before = {path: path.read_bytes() for path in checkpoints.folder.iterdir()}
+    remedy = f"free some space, then continue with checkpoint.resume={find(checkpoints.folder)}"
+    for save in (lambda: checkpoints.save(state | {"step": 1}), lambda: checkpoints.save(state | {"step": 2})):
+        with pytest.raises(CheckpointError, match=f"{re.escape(reason)}.*; {re.escape(remedy)}"):
+            save()
+    with pytest.raises(CheckpointError, match=f"best.pt cannot be written .*{re.escape(reason)}"):
+        checkpoints.save(state, best=True)
+    assert {path: path.read_bytes() for path in checkpoints.folder.iterdir()} == before
+
+
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+def test_a_failure_leaves_the_earlier_files_as_they_were(tmp_path, monkeypatch, step):
+    checkpoints = SingleFileStore(tmp_path, keep=1)
+    checkpoints.save(small(1))
+    checkpoints.save(small(0), best=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, step, fail)
+        assert_saving_fails_and_changes_nothing(checkpoints, "no space", small(9))
+    checkpoints.save(small(2))
+    assert load(tmp_path)["step"] == 2
+
+
+@pytest.mark.parametrize("missing", ["all", "most", "the seal", "a byte"])
+def test_a_disk_that_fills_up_leaves_the_earlier_files_as_they_were(tmp_path, missing):
+    checkpoints = SingleFileStore(tmp_path, keep=1)
+    checkpoints.save(small(1))
+    size = checkpoints.save(small(0), best=True).stat().st_size  # the least: torch's archives repeat their names
+    room = {"all": 0, "most": size // 3, "the seal": size - SEAL_SIZE, "a byte": size - 1}[missing]
+    with largest_file(room):
+        assert_saving_fails_and_changes_nothing(checkpoints, "File too large", small(9))
+    checkpoints.save(small(2))
+    assert load(tmp_path)["step"] == 2
+
+
+@pytest.fixture
+def small_disk(tmp_path) -> Iterator[Path]:
+    """A file system of its own, of 64 KiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], capture_output=True, text=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"mounting is not allowed here ({mounted.stderr.strip()})")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_full_file_system_leaves_the_earlier_files_as_they_were(small_disk):
+    checkpoints = SingleFileStore(small_disk, keep=2)
+    checkpoints.save(small(1))
+    assert_saving_fails_and_changes_nothing(checkpoints, "No space left on device", small(9, more=torch.zeros(20_000)))
+    checkpoints.save(small(2))
+    assert load(small_disk)["step"] == 2
+
+
+def test_the_newest_stay_and_the_best_besides(tmp_path):
+    checkpoints = SingleFileStore(tmp_path / "run" / "checkpoints", keep=2)
+    for step in (5, 10, 100, 1000):
+        checkpoints.save(small(step))
+        if step == 10:
+            checkpoints.save(small(step), best=True)
+            (checkpoints.folder / "step-00000099.partial").write_bytes(b"PK")  # of a killed run
+    names = sorted(path.name for path in checkpoints.folder.iterdir())
+    assert names == ["best.pt", "step-00000100.pt", "step-00001000.pt"]
+    assert load(checkpoints.folder / "best.pt")["step"] == 10
+    checkpoints.save(small(1000), best=True)
+    assert load(checkpoints.folder / "best.pt")["step"] == 1000
+
+
+def test_the_best_that_is_the_newest_too_is_written_once(tmp_path, monkeypatch):
+    """And where the disk knows no second names, twice; what is written later touches neither."""
+    checkpoints = SingleFileStore(tmp_path, keep=3)
+    best = checkpoints.save(small(5), best=True)
+    for _ in range(2):
+        assert checkpoints.save(small(5)).samefile(best)
+    monkeypatch.setattr(os, "link", fail)
+    checkpoints.save(small(6), best=True)
+    sixth = checkpoints.save(small(6))
+    checkpoints.save(small(7))
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["best.pt", *(f"step-0000000{step}.pt" for step in (5, 6, 7))]
+    assert not sixth.samefile(best) and [load(path)["step"] for path in (best, sixth)] == [6, 6]
+
+
+def test_what_a_kill_left_of_a_folder_is_in_no_files_way(tmp_path):
+    """Of a run whose weights were split, and which goes on as one."""
+    (tmp_path / "step-00000006.partial").mkdir()
+    (tmp_path / "step-00000006.partial" / "part-00000.safetensors").write_bytes(b"")
+    assert SingleFileStore(tmp_path, keep=1).save(small(6)) == find(tmp_path)
+
+
+def test_what_a_kill_between_naming_and_renaming_left_is_not_written_into(tmp_path):
+    """It is another name of best.pt."""
+    checkpoints = SingleFileStore(tmp_path, keep=3)
+    best = checkpoints.save(small(5), best=True)
+    os.link(best, tmp_path / "step-00000006.partial")
+    before = best.read_bytes()
+    with largest_file(1000), pytest.raises(CheckpointError):
+        checkpoints.save(small(6))
+    assert best.read_bytes() == before
+    checkpoints.save(small(6))
+    assert best.read_bytes() == before and load(tmp_path)["step"] == 6
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_is_told_and_no_save_fails(tmp_path, monkeypatch):
+    checkpoints, told = SingleFileStore(tmp_path, keep=1), []
+    first = checkpoints.save(small(1))
+    unlink = Path.unlink
+    monkeypatch.setattr(Path, "unlink", lambda path, **of: fail() if path == first else unlink(path, **of))
+    checkpoints.tell = told.append
+    for step in (2, 3):
+        assert load(checkpoints.save(small(step)))["step"] == step
+    assert len(told) == 2 and f"{first} is outdated and cannot be deleted (" in told[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001.pt", "step-00000003.pt"]
+
+
+def test_folders_go_as_files_do_and_the_one_that_best_links_to_stays(tmp_path):
+    """Those of runs whose weights were split, and which go on as files."""
+    checkpoints = SingleFileStore(tmp_path, keep=2)
+    for name in ("step-00000010", "step-00000020", "step-00000030", "step-00000035.partial", "step-9.old.partial"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "part-00000.safetensors").write_bytes(b"")
+    (tmp_path / "best").symlink_to("step-00000010")
+    checkpoints.save(small(40))
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["best", "step-00000010", "step-00000030", "step-00000040.pt"]
+    checkpoints.save(small(40), best=True)
+    checkpoints.save(small(50))
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["best.pt", "step-00000040.pt", "step-00000050.pt"]
+
+
+def test_a_copy_of_a_run_has_a_folder_for_the_link_to_the_best_which_gives_way(tmp_path):
+    """As cp -rL leaves it: the next best one ended the run."""
+    best = tmp_path / "best"
+    best.mkdir()
+    (best / "rest.pt").write_bytes(b"")
+    SingleFileStore(tmp_path, keep=2).save(small(5), best=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["best.pt"]
+    (tmp_path / "best.pt").unlink()
+    best.mkdir()
+    sharded(tmp_path)._name(partial_of(tmp_path, 6, b"new"), tmp_path / "step-00000006", is_best=True)
+    assert best.is_symlink() and best.resolve() == tmp_path / "step-00000006"
+
+
+def test_a_kill_between_two_names_leaves_a_checkpoint(tmp_path, monkeypatch):
+    """A folder that is written anew: the one before had no name that counts until the other had it."""
+    path, rename = tmp_path / "step-00000006", os.rename
+    partial_of(tmp_path, 6, b"old").rename(path)
+
+    def killed(source, target):
+        if source.suffix == ".partial":
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "rename", killed)
+        sharded(tmp_path)._name(partial_of(tmp_path, 6, b"new"), path, is_best=False)
+    assert (find(tmp_path) / "rest.pt").read_bytes() == b"old"
+    checkpoints = sharded(tmp_path)
+    for content in (b"newer", b"newest"):
+        checkpoints._name(partial_of(tmp_path, 6, content), path, is_best=False)
+        assert find(tmp_path) == path and (path / "rest.pt").read_bytes() == content
+    checkpoints.prune(6)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000006"]
+
+
+def sharded(folder: Path) -> ShardedStore:
+    """Those of a run, which here only give names: of a process that has no others to talk to."""
+    checkpoints = ShardedStore.__new__(ShardedStore)
+    SingleFileStore.__init__(checkpoints, folder, keep=2)
+    return checkpoints
+
+
+def partial_of(folder: Path, step: int, content: bytes) -> Path:
+    """What a folder is before it has its name."""
+    path = folder / f"step-{step:08d}.partial"
+    path.mkdir(exist_ok=True)
+    (path / "rest.pt").write_bytes(content)
+    return path
+
+
+def test_what_was_just_saved_stays_in_a_folder_that_has_later_steps(tmp_path):
+    """A run that starts again, or goes back, in an old folder must not delete each of its own checkpoints at once."""
+    old = SingleFileStore(tmp_path, keep=2)
+    for step in (400, 500):
+        old.save(small(step))
+    assert SingleFileStore(tmp_path, keep=2).save(small(100)).exists()
+
+
+@pytest.mark.parametrize(("key", "value"), [("interval", 0), ("keep", 0), ("keep", -1)])
+def test_an_impossible_setting_is_refused_by_name(key, value):
+    with pytest.raises(UserError, match=f"checkpoint.{key}={value} must be at least 1"):
+        CheckpointConfig(**{key: value})
+
+
+def test_an_unknown_answer_to_a_full_disk_is_refused():
+    with pytest.raises(UserError, match="checkpoint.on_error=ignore is unknown; choose one of stop, continue"):
+        CheckpointConfig(on_error="ignore")

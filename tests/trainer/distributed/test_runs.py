@@ -1,0 +1,322 @@
+"""Several processes on one machine, with gloo on its CPU or NCCL on its GPUs, train the same model as one process."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from conf.schema import TrainConfig
+from errors import UserError
+from tests import several
+from tests.e2e import ROOT, TINY, curve, load, python_path, rows, run, train, wait_for_step, write_tokens
+from tests.several import SINGLE_NODE, ended, torchrun, train_on_two_nodes, train_together
+from trainer.checkpoint.folder import find
+from trainer.checkpoint.load import load as load_checkpoint
+
+pytest_plugins = ["tests.e2e"]
+# 16 sequences a step, in micro-steps of 2. 13 windows of validation, which do not divide among 2 or 4 processes.
+GLOBAL = "train.batch_size=2 train.grad_accumulation=8 train.eval_tokens=416 train.eval_interval=3 train.max_steps=6"
+GLOBAL += " optimizer.grad_clip=0.5 checkpoint.interval=3"
+LOSSES = ("train/loss", "train/grad_norm", "train/lr", "val/loss")
+
+
+def assert_same_curve(found: Path, expected: Path, after: int = 0) -> None:
+    """Compare up to fp32 rounding. `found` began after step `after`."""
+    for (step, *ours), (_, *theirs) in zip(curve(found, *LOSSES), curve(expected, *LOSSES)[after:], strict=True):
+        assert ours == [value if value is None else pytest.approx(value, rel=2e-5) for value in theirs], step
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    """The folder of the runs: one with one process, and the same with several, in as few launches as possible."""
+    folder, resume = tmp_path_factory.mktemp("runs"), "checkpoint.resume={}/checkpoints/step-00000003"
+    after_fsdp = f"{GLOBAL} {resume.format('fsdp')}"
+    each_2 = f"{GLOBAL} parallel=fsdp checkpoint.interval=2 train.eval_interval=6"
+    write_tokens(folder / "tokens")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        train("alone", *GLOBAL.split()).ok()
+        train_together(
+            2,
+            f"locked {GLOBAL}",
+            f"nowhere {GLOBAL} data.dir=nowhere",
+            f"refused {GLOBAL}",
+            f"wordless {GLOBAL} parallel=fsdp train.sample_tokens=5",
+            f"compiled {GLOBAL} parallel=fsdp model.n_layer=4 train.compile=true train.sample_tokens=5",
+            f"ddp {GLOBAL}",
+            f"fsdp_after_alone {GLOBAL} parallel=fsdp {resume.format('alone')}.pt",
+            f"fsdp {GLOBAL} parallel=fsdp train.activation_checkpointing=full",
+            f"ddp_after_fsdp {after_fsdp}",
+            f"terminated {GLOBAL} parallel=fsdp checkpoint.interval=100",
+            f"slow {each_2}",
+            f"full {each_2} checkpoint.on_error=continue",
+            f"stopped {each_2}",
+            f"unreadable {GLOBAL} parallel=fsdp",
+            f"slow_unreadable {GLOBAL}",
+            f"ddp_after_unreadable {GLOBAL} checkpoint.resume=unreadable/checkpoints/step-00000004",
+        )
+        train_on_two_nodes(
+            2,
+            f"four {GLOBAL}",
+            f"fsdp_after_fsdp {after_fsdp} parallel=fsdp",
+            f"hsdp_after_fsdp {after_fsdp} parallel=hsdp train.sample_tokens=5",
+        )
+        train("alone_after_fsdp", *after_fsdp.split()).ok()
+        yield folder
+
+
+@pytest.mark.parametrize(
+    ("folder", "after"),
+    [
+        *(("ddp", 0), ("fsdp", 0), ("four", 0), ("fsdp_after_alone", 3), ("ddp_after_fsdp", 3)),
+        ("ddp_after_unreadable", 4),
+        *(("fsdp_after_fsdp", 3), ("hsdp_after_fsdp", 3), ("alone_after_fsdp", 3)),
+    ],
+)
+def test_neither_the_number_of_processes_nor_the_way_they_share_the_work_changes_the_curve(runs, folder, after):
+    assert_same_curve(runs / folder, runs / "alone", after)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("processes", [2, 4])
+def test_nor_do_they_on_gpus_joined_by_nccl(tmp_path, monkeypatch, processes):
+    if torch.cuda.device_count() < processes:
+        pytest.skip(f"needs {processes} CUDA devices")
+    monkeypatch.chdir(tmp_path)
+    write_tokens(tmp_path / "tokens")
+    on_gpus = f"{GLOBAL} device=cuda precision=fp32 attention=flash2 train.compile=false"
+    train("alone", *on_gpus.split()).ok()
+    train_together(processes, f"ddp {on_gpus}", f"fsdp {on_gpus} parallel=fsdp")
+    for folder in ("ddp", "fsdp"):
+        assert_same_curve(tmp_path / folder, tmp_path / "alone")
+
+
+def test_the_first_process_alone_logs_and_saves(runs):
+    """On two nodes too. A step has 16 sequences of 32 tokens."""
+    for folder in ("ddp", "four"):
+        logged = rows(runs / folder)
+        assert [(row["step"], row["tokens"]) for row in logged] == [(step, step * 16 * 32) for step in range(1, 7)]
+        assert load(runs / folder / "checkpoints" / "step-00000006.pt")["loader"]["position"] == 6 * 16
+
+
+@pytest.mark.parametrize(
+    ("folder", "sentence"),
+    [
+        ("locked", "another run writes to locked"),
+        ("nowhere", "nowhere"),
+        ("refused", "cannot be written (No space left on device)"),
+    ],
+)
+def test_what_the_first_process_refuses_the_others_refuse_too(runs, folder, sentence):
+    """Otherwise the other processes would wait for the first one."""
+    code, *_, error = (runs / folder / "out.txt").read_text().splitlines()
+    assert code == "2" and error.startswith("error: ") and sentence in error
+
+
+def test_what_one_process_lacks_for_a_sample_leaves_it_out_in_all(runs):
+    code, *lines = (runs / "wordless" / "out.txt").read_text().splitlines()
+    assert code == "0" and "no sample: no byte" in lines
+
+
+def test_blocks_that_are_compiled_one_by_one_sample_too(runs):
+    code, *lines = (runs / "compiled" / "out.txt").read_text().splitlines()
+    assert code == "0" and "a sample:" in lines
+
+
+def test_a_signal_to_one_process_stops_all_after_the_same_step(runs):
+    """The processes end when the checkpoint, which is written in the background, is complete."""
+    assert [step for step, *_ in curve(runs / "terminated")] == [1, 2, 3]
+    assert load_checkpoint(runs / "terminated")["step"] == 3
+    code, *lines = (runs / "terminated" / "out.txt").read_text().splitlines()
+    path = find(runs / "terminated")
+    (saved,) = [number for number, line in enumerate(lines) if line.startswith(f"saved {path} in ")]
+    assert code == "143" and saved < lines.index(f"SIGTERM after step 3; continue with checkpoint.resume={path}")
+
+
+@pytest.mark.parametrize("folder", ["unreadable", "slow_unreadable"])
+def test_tokens_that_one_process_cannot_read_stop_all_and_no_step_is_lost(runs, folder):
+    """No process reports the state as saved too early; tests/several.py checks that."""
+    code, *lines = (runs / folder / "out.txt").read_text().splitlines()
+    saved = find(runs / folder)
+    sentence = f"error: train.bin can no longer be read; put it back as it was. The state is saved in {saved}."
+    assert code == "2" and lines[-1] == sentence and saved.stem == "step-00000004"
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(runs):
+    """The writer waits for the step after the next. The run reports the checkpoint when it is complete, not before."""
+    code, *lines = (runs / "slow" / "out.txt").read_text().splitlines()
+    told = [line.split(" in ")[0] for line in lines if line.startswith(("step", "saved"))]
+    saved = told.index(f"saved {runs / 'slow' / 'checkpoints' / 'step-00000002'}")
+    assert code == "0" and [line[:8] for line in told[:saved]] == ["step 1/6", "step 2/6", "step 3/6"]
+    assert_same_curve(runs / "slow", runs / "full")
+
+
+@pytest.mark.parametrize(
+    ("folder", "expected", "goes_on", "left"),
+    [
+        (
+            "full",
+            "0",
+            "; training continues (checkpoint.on_error=continue)",
+            ["best", "step-00000002", "step-00000006"],
+        ),
+        ("stopped", "2", "", ["step-00000002"]),
+    ],
+)
+def test_a_full_disk_of_one_process_is_told_and_leaves_the_earlier_checkpoint(runs, folder, expected, goes_on, left):
+    code, *lines = (runs / folder / "out.txt").read_text().splitlines()
+    (told,) = [line.removeprefix("error: ") for line in lines if "cannot be written" in line]
+    kept = runs / folder / "checkpoints"
+    assert code == expected and told == (
+        f"{kept}/step-00000004 cannot be written (File too large); free some space, then continue with "
+        f"checkpoint.resume={kept}/step-00000002{goes_on}"
+    )
+    assert sorted(path.name for path in kept.iterdir()) == left
+
+
+@pytest.fixture(scope="module")
+def as_file(runs) -> Path:
+    """The folder of a run of one process that resumed the end of `fsdp`, and so only wrote the state as a file."""
+    train("as_file", *GLOBAL.split(), f"checkpoint.resume={find('fsdp')}").ok()
+    return runs / "as_file"
+
+
+def test_split_weights_are_those_of_a_file(runs, as_file):
+    """With two processes, and with four processes that hold each part twice."""
+    ours, theirs = load_checkpoint(runs / "fsdp"), load(find(as_file))
+    for key in ("model", "optimizer"):
+        torch.testing.assert_close(ours[key], theirs[key], rtol=0, atol=0)
+    assert ours.keys() - {"path"} == theirs.keys()
+    ours, theirs = load_checkpoint(runs / "hsdp_after_fsdp"), load(find(runs / "alone"))
+    torch.testing.assert_close(ours["model"], theirs["model"], rtol=1e-3, atol=1e-5)
+
+
+def test_split_weights_are_exported_and_sampled(runs, as_file, tmp_path):
+    exported = []
+    for source in (runs / "fsdp", as_file):
+        run("export.py", f"checkpoint={source}", f"to={tmp_path / source.name}").ok()
+        exported.append(load_file(tmp_path / source.name / "model.safetensors"))
+    torch.testing.assert_close(*exported, rtol=0, atol=0)
+    run("sample.py", f"checkpoint={runs / 'fsdp/checkpoints/best'}", "prompt=1 + ", "max_tokens=3", "device=cpu").ok()
+
+
+def test_a_later_step_in_parts_is_not_mixed_with_a_new_run(runs):
+    refused = train("new", "checkpoint.dir=fsdp/checkpoints")
+    assert refused.code == 2 and "fsdp/checkpoints/step-00000006 is past step 0" in refused.err
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1000] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (lambda newest: flip(newest / "part-00001.safetensors"), "part-00001.safetensors does not match its checksum"),
+        (lambda newest: os.truncate(newest / "part-00000.safetensors", 9), "part-00000.safetensors does not match"),
+        (lambda newest: (newest / "part-00001.safetensors").unlink(), "part-00001.safetensors is missing"),
+        (
+            lambda newest: shutil.copy(newest / "part-00001.safetensors", newest / "more.safetensors"),
+            "more.safetensors",
+        ),
+        (lambda newest: (newest / "rest.pt").unlink(), "rest.pt is not a readable checkpoint .it is missing"),
+        (lambda newest: flip(newest / "rest.pt"), "rest.pt is not a readable checkpoint .*checksum"),
+        (lambda newest: shutil.copy(find("alone"), newest / "rest.pt"), "is not a checkpoint of this trainer"),
+        (
+            lambda newest: shutil.copy("hsdp_after_fsdp/checkpoints/step-00000006/part-00000.safetensors", newest),
+            "part-00000.safetensors does not match",
+        ),
+    ],
+    ids=["flipped", "cut", "missing", "one more", "no rest", "rest flipped", "rest of a file", "of another run"],
+)
+def test_a_damaged_part_is_refused_by_name_and_the_checkpoint_before_is_taken(runs, tmp_path, damage, sentence):
+    shutil.copytree("fsdp/checkpoints", tmp_path, symlinks=True, dirs_exist_ok=True)
+    newest, before = tmp_path / "step-00000006", tmp_path / "step-00000003"
+    damage(newest)
+    with pytest.raises(UserError, match=f"{newest}.*{sentence}"):
+        load_checkpoint(newest)
+    told = []
+    assert load_checkpoint(tmp_path, tell=told.append)["step"] == 3
+    (line,) = told
+    assert re.search(f"{newest}.*{sentence}", line) and line.endswith(f"using {before} instead")
+
+
+def test_a_killed_process_is_started_again_and_nothing_is_lost(runs):
+    """A process is killed while it writes a checkpoint. torchrun restarts the run from the checkpoint before."""
+    each_2 = f"{GLOBAL} parallel=fsdp checkpoint.interval=2 checkpoint.dir=kept checkpoint.resume=auto"
+    job = torchrun(2, several.__file__, f"killed {each_2}", options=(*SINGLE_NODE, "--max-restarts=1"))
+    _, err = ended(job)
+    assert job.returncode == 0, err
+    assert "Signal 9 (SIGKILL)" in err or "exitcode: -9" in err, err
+    assert "continuing after step 3," in (runs / "killed" / "out.txt").read_text()
+    assert_same_curve(runs / "killed", runs / "alone")
+    assert sorted(path.name for path in (runs / "kept").iterdir()) == ["best", "step-00000004", "step-00000006"]
+
+
+def test_readmes_script_for_slurm_saves_and_is_queued_again(tmp_path, monkeypatch):
+    """Slurm signals the script, which forwards the signal to torchrun. scontrol is a script here."""
+    monkeypatch.chdir(tmp_path)
+    write_tokens(tmp_path / "tokens")
+    script = re.search(
+        r" {4}#SBATCH --requeue --signal=B:TERM.*?exit \$code\n", (ROOT / "README.md").read_text(), re.DOTALL
+    )
+    tiny = f"{ROOT / 'train.py'} {' '.join(TINY)} train.max_steps=100000"
+    launcher = f"{sys.executable} -m torch.distributed.run --standalone"
+    changes = {"torchrun": launcher, "train.py": tiny, "--nproc_per_node=8": "--nproc_per_node=2"}
+    text = re.sub("|".join(changes), lambda found: changes[found[0]], textwrap.dedent(script[0]))
+    (tmp_path / "scontrol").write_text('#!/bin/sh\necho "$@" > queued\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "PYTHONPATH": python_path()}
+    variables = os.environ | variables | {"OMP_NUM_THREADS": "1"}
+    job = subprocess.Popen(["bash", "-c", text], env=variables, start_new_session=True)
+    try:
+        wait_for_step(5, "runs/a", job)
+        job.terminate()
+        assert job.wait(timeout=60) != 0
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)
+    assert Path("queued").read_text() == "requeue 7\n"
+    assert load_checkpoint("runs/a")["step"] == curve("runs/a")[-1][0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "processes", "share"),
+    [
+        ({"batch_size": 32, "grad_accumulation": 15}, 1, (32, 15)),
+        ({"batch_size": 32, "grad_accumulation": 15}, 8, (30, 2)),
+        ({"batch_size": 32, "global_batch_size": 512}, 8, (32, 2)),
+        ({"batch_size": 8}, 2, (4, 1)),
+        ({"batch_size": 5}, 5, (1, 1)),
+    ],
+    ids=str,
+)
+def test_the_processes_share_the_global_batch_in_equal_micro_steps(settings, processes, share):
+    assert TrainConfig(**settings).share(processes) == share
+
+
+@pytest.mark.parametrize(("sequences", "processes", "remedy"), [(8, 3, 9), (2, 8, 8), (10, 4, 8)])
+def test_a_global_batch_that_does_not_divide_is_refused_with_one_that_does(sequences, processes, remedy):
+    with pytest.raises(UserError, match=f"{sequences} sequences .* {processes} processes") as refusal:
+        TrainConfig(batch_size=sequences).share(processes)
+    assert int(re.search(r"global_batch_size=(\d+)", str(refusal.value))[1]) == remedy
+
+
+def test_micro_steps_but_the_last_keep_their_gradients(workplace, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        "trainer.distributed.parallel.synchronise_gradients", lambda model, wanted: asked.append(wanted)
+    )
+    train("run", "train.grad_accumulation=3", "train.max_steps=2").ok()
+    assert asked == [False, False, True] * 2

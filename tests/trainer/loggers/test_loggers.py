@@ -1,0 +1,47 @@
+import pytest
+
+from tests.e2e import rows
+from tests.helpers.consoles import plain_console, terminal
+from trainer.loggers import WandbConfig, start_loggers
+
+OFF = WandbConfig(mode="disabled")
+
+
+def test_a_new_run_in_an_old_folder_keeps_the_old_file(tmp_path):
+    for step in (1, 2):
+        with start_loggers(tmp_path, max_steps=9, wandb=OFF, run_config={}, console=plain_console()) as loggers:
+            loggers.log(step, step, {})
+    assert '"step": 2' in (tmp_path / "metrics.jsonl").read_text()
+    assert '"step": 1' in (tmp_path / "metrics.previous.jsonl").read_text()
+
+
+def test_a_resumed_run_continues_the_file(tmp_path):
+    for resumed_step, steps in ((None, (1, 2, 3)), (2, (3, 4))):
+        with start_loggers(
+            tmp_path, max_steps=9, wandb=OFF, run_config={}, resumed_step=resumed_step, console=plain_console()
+        ) as loggers:
+            for step in steps:
+                loggers.log(step, 10 * steps[0], {})
+    assert [(row["step"], row["tokens"]) for row in rows(tmp_path)] == [(1, 10), (2, 10), (3, 30), (4, 30)]
+
+
+def test_all_loggers_are_closed_after_a_failure(tmp_path, monkeypatch):
+    exit_codes = []
+
+    class Run:
+        def log(self, *_, **__): ...
+
+        def finish(self, exit_code):
+            exit_codes.append(exit_code)
+
+    monkeypatch.setattr("trainer.loggers.wandb._start_run", lambda *_: Run())
+    console = terminal()
+    with (
+        pytest.raises(KeyboardInterrupt),
+        start_loggers(tmp_path, max_steps=9, wandb=WandbConfig(), run_config={}, console=console) as loggers,
+    ):
+        loggers.log(1, 1, {"train/loss": 1.0})
+        raise KeyboardInterrupt
+    loggers.close()
+    assert exit_codes == [1]
+    assert console.file.getvalue().endswith("\x1b[?25h")

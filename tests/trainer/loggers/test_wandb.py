@@ -1,0 +1,183 @@
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from errors import UserError
+from tests import e2e
+from tests.helpers import offline_wandb
+from tests.helpers.consoles import plain_console, printed
+from trainer.loggers import WandbConfig, start_loggers
+from trainer.loggers.wandb import WandbLogger
+
+pytest_plugins = ["tests.e2e"]
+
+
+def run_python(code: str, cwd: Path, **env: str) -> tuple[str, float]:
+    """Run `code` for a user without wandb settings, credentials or proxies. Return all output, and the seconds."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_") and not k.lower().endswith("_proxy")}
+    clean |= {"HOME": str(cwd), "PYTHONPATH": str(e2e.ROOT), "NETRC": str(cwd / ".netrc")} | env
+    began = time.monotonic()
+    # Keep stdin open like a terminal's, so that a prompt hangs.
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=cwd, env=clean, text=True, **pipes)
+    try:
+        process.wait(timeout=60)
+    finally:
+        process.kill()
+    out, _ = process.communicate()
+    assert process.returncode == 0, out
+    return out, time.monotonic() - began
+
+
+@pytest.mark.parametrize(("field", "value"), [("mode", "on"), ("project", "")])
+def test_bad_settings_are_refused(field, value):
+    with pytest.raises(UserError, match=rf"wandb\.{field}"):
+        WandbConfig(**{field: value})
+
+
+def test_disabled_does_not_import_wandb(tmp_path):
+    code = """if True:
+        import sys
+        from trainer.loggers import WandbConfig, start_loggers
+        with start_loggers("out", max_steps=2, wandb=WandbConfig(mode="disabled"), run_config={}) as loggers:
+            loggers.log(1, 10, {"train/loss": 1.0})
+        assert "wandb" not in sys.modules
+        """
+    run_python(code, tmp_path)
+    assert not (tmp_path / "wandb").exists()
+
+
+def test_offline_writes_a_run_below_the_output_folder_and_nowhere_else(tmp_path):
+    code = """if True:
+        from trainer.loggers import WandbConfig, start_loggers
+        with start_loggers("out", max_steps=2, wandb=WandbConfig(tags=["a"]), run_config={"train": {"seed": 1}}) as log:
+            log.log(1, 10, {"train/loss": 1.0})
+            log.log(1, 10, {"val/loss": float("nan")})
+            log.log(2, 20, {"train/loss": 0.5})
+        log.close()
+        """
+    out, seconds = run_python(code, tmp_path)
+    (run,) = (tmp_path / "out" / "wandb").glob("offline-run-*/*.wandb")
+    assert b"train/loss" in run.read_bytes()
+    assert not (tmp_path / "wandb").exists()
+    assert "wandb" not in out, "wandb talks on the console"
+    assert seconds < 15
+
+
+def test_an_offline_sweep_reads_back_as_it_was_logged(workplace):
+    sweep = ("-m", "attention=naive,sdpa", "hydra.sweep.dir=sweeps/two")
+    e2e.run("train.py", *sweep, *e2e.TINY, "wandb.mode=offline").ok()
+    for folder, attention in (("sweeps/two/0_naive", "naive"), ("sweeps/two/1_sdpa", "sdpa")):
+        kept = offline_wandb.read(folder)
+        assert kept.history == e2e.rows(folder) and len(kept.history) == 5
+        assert kept.group == "two" and kept.tags == [attention, "gpt2-nano", "tokens", "fp32"]
+        assert kept.config["attention"]["name"] == attention and kept.config["model"]["context_length"] == 32
+        assert kept.step_metrics == {"tokens": "", "step": "", "*": "tokens"}
+    found = subprocess.run(
+        [sys.executable, "-m", "wandb", "sync", "--dry-run", *Path("sweeps").glob("two/*/wandb/offline-run-*")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "Would sync 2 run(s)" in found.stderr
+
+
+def test_the_users_group_and_tags_are_kept(workplace):
+    e2e.train("named", "wandb.mode=offline", "train.max_steps=1", "wandb.group=mine", "wandb.tags=[]").ok()
+    e2e.train("alone", "wandb.mode=offline", "train.max_steps=1", "wandb.tags=[a,b]").ok()
+    named, alone = offline_wandb.read("named"), offline_wandb.read("alone")
+    assert (named.group, named.tags, alone.group, alone.tags) == ("mine", [], "", ["a", "b"])
+
+
+REFUSED_ONLINE = """if True:
+    import time
+    began = time.monotonic()
+    from errors import UserError
+    from trainer.loggers import WandbConfig, start_loggers
+    try:
+        start_loggers("out", max_steps=2, wandb=WandbConfig(mode="online"), run_config={})
+    except UserError as error:
+        assert time.monotonic() - began < 15
+        print(error)
+    """
+
+
+def test_online_without_credentials_is_refused_without_a_prompt(tmp_path):
+    out, _ = run_python(REFUSED_ONLINE, tmp_path)
+    assert "wandb login" in out and "WANDB_API_KEY" in out and "wandb.mode=offline" in out
+    assert len(out.splitlines()) == 1
+
+
+def test_online_without_a_network_is_refused(tmp_path):
+    url = "http://127.0.0.1:9"
+    out, _ = run_python(REFUSED_ONLINE, tmp_path, WANDB_API_KEY="a" * 40, WANDB_BASE_URL=url)
+    assert url in out and "wandb.mode=offline" in out
+    assert len(out.splitlines()) == 1
+
+
+def test_online_with_a_server_that_never_answers_is_refused(tmp_path):
+    """The credentials are in the netrc file. The host accepts the connection and stays silent.
+
+    wandb's own process then takes 12 s more to end, after the message.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        host = f"127.0.0.1:{server.getsockname()[1]}"
+        (tmp_path / ".netrc").write_text(f"machine {host} login user password {'a' * 40}\n")
+        out, _ = run_python(REFUSED_ONLINE, tmp_path, WANDB_BASE_URL=f"http://{host}")
+    assert f"http://{host}" in out and "wandb.mode=offline" in out
+
+
+class BrokenRun:
+    def __init__(self):
+        self.calls = []
+
+    def log(self, *_, **__):
+        self.calls.append("log")
+        raise ConnectionResetError("gone\nwith a long trace")
+
+    def finish(self, *_, **__):
+        self.calls.append("finish")
+        raise ConnectionResetError("gone\nwith a long trace")
+
+
+def test_a_wandb_failure_is_reported_once(tmp_path, monkeypatch):
+    broken, console = BrokenRun(), plain_console()
+    monkeypatch.setattr("trainer.loggers.wandb._start_run", lambda *_: broken)
+    with start_loggers(tmp_path, max_steps=9, wandb=WandbConfig(), run_config={}, console=console) as loggers:
+        for step in (1, 2, 3):
+            loggers.log(step, step, {"train/loss": 1.0})
+    assert broken.calls == ["log"]
+    assert [line for line in printed(console) if "wandb" in line] == [
+        "wandb failed and is off from here on (ConnectionResetError: gone); metrics.jsonl goes on, and "
+        f"`wandb sync {tmp_path}/wandb/*run-*` uploads what is missing"
+    ]
+    assert len(e2e.rows(tmp_path)) == 3
+
+
+def test_a_process_ends_normally_after_wandb_failed(tmp_path):
+    code = """if True:
+        from trainer.loggers.wandb import WandbConfig, WandbLogger
+        log = WandbLogger(WandbConfig(), {}, "out")
+        log.log(1, 10, {"train/loss": 1.0})
+        log.log(2, 20, {3: object()})
+        log.log(3, 30, {"train/loss": 2.0})
+        log.close()
+        """
+    out, _ = run_python(code, tmp_path)
+    assert out.startswith("wandb failed and is off from here on (TypeError") and len(out.splitlines()) == 1
+    (row,) = offline_wandb.read(tmp_path / "out").history
+    assert row["train/loss"] == 1.0
+
+
+def test_a_wandb_failure_at_the_end_is_reported(tmp_path, monkeypatch):
+    monkeypatch.setattr("trainer.loggers.wandb._start_run", lambda *_: BrokenRun())
+    said = []
+    log = WandbLogger(WandbConfig(), {}, tmp_path, on_failure=said.append)
+    log.close()
+    log.close()
+    assert len(said) == 1

@@ -1,0 +1,144 @@
+"""The parts of a run, each built from the settings that it uses."""
+
+import os
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+from omegaconf import OmegaConf
+from torch import nn
+
+from data.config import DataConfig
+from data.loader import TrainLoader, check_length
+from data.tokens import SPLITS, TokenSet, open_tokens
+from errors import UserError
+from model.attention import AttentionConfig, build_attention, check_attention
+from model.gpt2 import GPT2, ModelConfig
+from model.huggingface import find_pretrained, load_pretrained, read_config
+from trainer.checkpoint.files import State
+from trainer.checkpoint.load import SHAPE, check_resumable, of_this_version
+from trainer.config import TrainConfig
+from trainer.distributed.world import ALONE, World
+from trainer.flops import model_flops_per_token, peak_flops
+from trainer.loggers import Loggers, start_loggers
+from trainer.meters import ThroughputMeter
+from trainer.precision import Compute
+
+
+def fix_randomness(settings: TrainConfig) -> None:
+    """Seed torch. In deterministic mode, also fix the order of every summation."""
+    torch.manual_seed(settings.seed)
+    torch.use_deterministic_algorithms(settings.deterministic)
+    if settings.deterministic:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS reads this when it starts, which is later
+        torch.backends.cudnn.benchmark = False
+
+
+def open_data(config: DataConfig, world: World = ALONE) -> TokenSet:
+    """Open the token files. The first process does so first, because it may have to make the files."""
+    return world.first_ahead(lambda: open_tokens(config))
+
+
+def run_shape(shape: ModelConfig, tokens: TokenSet, resumed: State | None) -> ModelConfig:
+    """Return the model's shape with everything that the data, pretrained weights or a checkpoint decide."""
+    if shape.pretrained is not None and resumed:  # the checkpoint has the weights; their first source may be gone
+        with of_this_version(resumed):
+            shape = replace(shape, **{key: resumed["model_config"][key] for key in SHAPE if key != "context_length"})
+    elif shape.pretrained is not None:
+        shape = read_config(find_pretrained(shape.pretrained), shape)
+    if shape.vocab_size is None:
+        shape = replace(shape, vocab_size=tokens.vocab_size)
+    if shape.vocab_size < tokens.vocab_size:
+        raise UserError(
+            f"model.vocab_size={shape.vocab_size} is below the {tokens.vocab_size} tokens of the {tokens.tokenizer} "
+            "tokenizer; leave model.vocab_size out, or choose data of another tokenizer"
+        )
+    for split in SPLITS:  # validation would find a short file hours later
+        check_length(getattr(tokens, split), shape.context_length, str(tokens.dir / f"{split}.bin"))
+    if resumed:
+        check_resumable(resumed, asdict(shape), tokens.tokenizer)
+    return shape
+
+
+def build_model(
+    shape: ModelConfig,
+    attention: AttentionConfig,
+    settings: TrainConfig,
+    compute: Compute,
+    *,
+    document_mask: bool,
+    is_resumed: bool,
+) -> GPT2:
+    """Return the model on its device, with random or pretrained weights. A resumed run loads its own weights later."""
+    kind = {"head_dim": shape.head_dim, "dtype": compute.dtype, "dropout_p": shape.dropout, "documents": document_mask}
+    check_attention(attention, device=compute.device, context_length=shape.context_length, **kind)
+    torch.manual_seed(settings.seed)
+    model = GPT2(shape, build_attention(attention), settings.activation_checkpointing)
+    if shape.pretrained is not None and not is_resumed:
+        load_pretrained(model, find_pretrained(shape.pretrained))
+    return model.to(compute.device)
+
+
+def build_loader(settings: TrainConfig, tokens: TokenSet, shape: ModelConfig, compute: Compute) -> TrainLoader:
+    """Return this process's share of the training batches."""
+    return TrainLoader(
+        tokens.train,
+        batch_size=settings.share(compute.world.size)[0],
+        context_length=shape.context_length,
+        seed=settings.seed,
+        device=compute.device,
+        vocab_size=shape.vocab_size,
+        name=str(tokens.dir / "train.bin"),
+        rank=compute.world.rank,
+        ranks=compute.world.size,
+        agree=compute.world.agreed,
+    )
+
+
+def is_compiled(settings: TrainConfig, compute: Compute) -> bool:
+    """Return whether the model is compiled: train.compile, or if that is null, whether there is a GPU."""
+    return compute.device.type == "cuda" if settings.compile is None else settings.compile
+
+
+def compile_model(model: GPT2, settings: TrainConfig, compute: Compute) -> nn.Module:
+    """Return the model as the loop calls it, compiled if it is to be."""
+    if not is_compiled(settings, compute):
+        return model
+    # For ddp, torch splits the compiled model at the gradient buckets. It cannot split an activation checkpoint.
+    torch._dynamo.config.optimize_ddp = settings.activation_checkpointing != "full"
+    # Let torch cache graphs with our autograd functions on disk, so that a second start is faster.
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+    if not compute.world.is_sharded:
+        return torch.compile(model, fullgraph=model.attention.fullgraph)
+    for block in model.h:  # one by one, because FSDP gathers weights between the blocks
+        block.forward = torch.compile(block.forward, fullgraph=model.attention.fullgraph)
+    return model
+
+
+def build_meter(model: GPT2, settings: TrainConfig, loader: TrainLoader, compute: Compute) -> ThroughputMeter:
+    """Return a meter with the FLOPs of this model, and the peak of this device."""
+    shape, kept = model.config, model.attention.kept_share(model.config.context_length)
+    sizes = model.n_params(), shape.n_layer, shape.n_embd, shape.context_length
+    on_gpu = compute.device.type == "cuda"
+    return ThroughputMeter(
+        tokens_per_step=settings.sequences * shape.context_length,
+        flops_per_token=model_flops_per_token(*sizes, kept=kept),
+        flops_per_token_causal=model_flops_per_token(*sizes, causal=True, kept=kept),
+        peak_flops=peak_flops(torch.cuda.get_device_name(compute.device), compute.dtype) if on_gpu else None,
+        device=compute.device,
+        waited_s=lambda: loader.waited_s,
+        n_devices=compute.world.size,
+    )
+
+
+def open_logs(folder: Path, world: World, **options) -> Loggers:
+    """Start the first process's loggers (see start_loggers) and save config.yaml. The other processes log nothing."""
+
+    def start() -> Loggers:
+        if not world.is_first:
+            return Loggers([])
+        logs = start_loggers(folder, **options)
+        OmegaConf.save(OmegaConf.create(options["run_config"]), folder / "config.yaml")
+        return logs
+
+    return world.agreed(start)

@@ -1,0 +1,121 @@
+"""Checkpoints that a thread writes beside training, which waits only for a copy of the state to host memory."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from itertools import product
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from errors import UserError, described
+from trainer.checkpoint.files import State
+from trainer.checkpoint.single import SingleFileStore
+from trainer.distributed.world import local_part
+
+GIB = 2**30
+MOMENTS = ("exp_avg", "exp_avg_sq")
+KINDS = ("model", *(f"optimizer.{moment}" for moment in MOMENTS))  # kinds of tensors; a parameter's name follows
+
+
+class BackgroundStore(SingleFileStore):
+    """A store whose `save` returns after copying the state; a thread writes the copy.
+
+    Host memory for weights and moments is allocated once. One state is pending at a time: the next save waits for it
+    and raises its error.
+    """
+
+    def __init__(self, folder: Path, keep: int, writes: bool, model: nn.Module):
+        super().__init__(folder, keep, writes)
+        self._copied: int | None = None  # the step whose state is in host memory
+        self._rest: State = {}  # that state, without weights and moments
+        self._pending: list[Future] = []
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._host = host_memory(self._parts(model))
+
+    def _parts(self, model: nn.Module) -> dict[str, Tensor]:
+        return dict(model.named_parameters()) if self.writes else {}
+
+    def settle(self, before: int | None = None) -> None:
+        if before is not None and before == self._copied:
+            return
+        pending, self._pending = self._pending, []
+        wait(pending)  # all of them, even if the first fails: the next copy overwrites the memory that they read
+        try:
+            for future in pending:
+                future.result()
+        except BaseException:
+            self._copied = None
+            raise
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+    def save(self, state: State, *, best: bool = False) -> Path:
+        """Copy the state and start to write it. The next save, or `settle`, raises the error of this write."""
+        path = self.path_of(state["step"], best)
+        if self.writes:
+            self._copy(state)
+            self._submit(path, lambda: self._write(path, join_state(self._rest, self._host), best))
+        return path
+
+    def _copy(self, state: State) -> dict[str, Tensor] | None:
+        """Copy the state to host memory and return its tensors, or None if the copy is already there."""
+        if state["step"] == self._copied:
+            return None
+        self.settle()
+        self._copied = state["step"]
+        rest, tensors = split_state(state)
+        if self.writes:
+            self._rest = tree_map(lambda x: x.to("cpu", copy=True) if isinstance(x, Tensor) else x, rest)
+        for key, x in tensors.items():
+            self._host[key].copy_(local_part(x), non_blocking=True)
+        if any(x.is_cuda for x in tensors.values()):
+            torch.cuda.current_stream().synchronize()
+        return tensors
+
+    def _submit(self, path: Path, write: Callable[[], object]) -> None:
+        def act() -> None:
+            began = time.monotonic()
+            write()
+            self.tell(f"saved {path} in {time.monotonic() - began:.1f} s, beside training")
+
+        self._pending.append(self._thread.submit(act))
+
+
+def host_memory(parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Allocate host memory, pinned for GPU tensors, for the weights `parts` and their moments."""
+    try:
+        return {
+            f"{kind}.{name}": torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda)
+            for kind, (name, part) in product(KINDS, parts.items())
+        }
+    except RuntimeError as error:
+        size = len(KINDS) * sum(part.nbytes for part in parts.values()) / GIB
+        raise UserError(
+            f"the host lacks {size:.1f} GiB for a copy of the checkpoint ({described(error)}); set "
+            "checkpoint.asynchronous=false, or start more processes with parallel=fsdp or hsdp"
+        ) from error
+
+
+def split_state(state: State) -> tuple[State, dict[str, Tensor]]:
+    """Split a state into the part without weights and moments, and these by keys like optimizer.exp_avg.wte.weight."""
+    names, optimizer = state["parameters"], state["optimizer"]
+    tensors = {f"model.{name}": x for name, x in state["model"].items()}
+    for i, of_one in optimizer["state"].items():
+        tensors |= {f"optimizer.{moment}.{names[i]}": of_one[moment] for moment in MOMENTS}
+    scalars = {i: {k: x for k, x in of_one.items() if k not in MOMENTS} for i, of_one in optimizer["state"].items()}
+    return state | {"model": {}, "optimizer": optimizer | {"state": scalars}}, tensors
+
+
+def join_state(rest: State, tensors: dict[str, Tensor]) -> State:
+    """Undo split_state."""
+    names, optimizer = rest["parameters"], rest["optimizer"]
+    moments = {
+        i: scalars | {moment: tensors[f"optimizer.{moment}.{names[i]}"] for moment in MOMENTS}
+        for i, scalars in optimizer["state"].items()
+    }
+    weights = {name: tensors[f"model.{name}"] for name in names}
+    return rest | {"model": weights, "optimizer": optimizer | {"state": moments}}

@@ -1,0 +1,32 @@
+"""The settings of checkpoints (group `checkpoint`)."""
+
+from dataclasses import dataclass
+
+from errors import check_choice, check_range
+
+
+@dataclass
+class CheckpointConfig:
+    """When and where the state of a run is saved."""
+
+    dir: str | None = None
+    """Folder of the checkpoints; null is `checkpoints` in the run's output folder."""
+    interval: int = 100
+    """Steps between two checkpoints. The run saves one more at its end."""
+    keep: int = 2
+    """How many of the newest checkpoints stay. The one with the best validation loss stays too, as best.pt, or as the
+    link best if the weights are split."""
+    resume: str | None = None
+    """null starts a new run. auto continues from the newest checkpoint in checkpoint.dir, or starts if there is none;
+    it needs hydra.run.dir or checkpoint.dir. A path continues from that checkpoint, or from the newest complete one in
+    that folder."""
+    asynchronous: bool | None = None
+    """Write in the background. Training then waits only for a copy to host memory (12 bytes per parameter). null is
+    true on a GPU and false on a CPU. parallel=fsdp and hsdp always write in the background."""
+    on_error: str = "stop"
+    """If the disk refuses a checkpoint: stop, or continue until the next one. The last checkpoint must succeed."""
+
+    def __post_init__(self):
+        for key in ("interval", "keep"):
+            check_range(f"checkpoint.{key}", getattr(self, key), 1)
+        check_choice("checkpoint.on_error", self.on_error, ("stop", "continue"))

@@ -1,0 +1,135 @@
+"""When a run saves its state, what happens if the disk refuses, and agreement among processes."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from data.loader import DataError
+from errors import UserError
+from model.gpt2 import GPT2
+from trainer.checkpoint.background import BackgroundStore
+from trainer.checkpoint.config import CheckpointConfig
+from trainer.checkpoint.files import CheckpointError, State
+from trainer.checkpoint.folder import newest_before, newest_complete_after
+from trainer.checkpoint.sharded import ShardedStore
+from trainer.checkpoint.single import SingleFileStore, how_to_continue
+from trainer.distributed.world import World, local_part
+from trainer.precision import Compute
+from trainer.state import TrainState
+
+
+class Checkpoints:
+    """Saves a run's state. All processes call every method together, and an error of one is raised in all."""
+
+    def __init__(self, store: SingleFileStore, on_error: str, world: World):
+        self.newest: Path | None = None
+        """The last regular checkpoint that this run saved."""
+        self._store, self._on_error, self._world = store, on_error, world
+        self._saved_step: int | None = None
+
+    @contextmanager
+    def saving(self, state: TrainState, tell: Callable[[str], None]) -> Iterator[None]:
+        """Finish pending saves at the end of the context. If damaged data end the run, save its state."""
+        self._store.tell = tell
+        try:
+            yield
+            self._store.settle()
+        except DataError as error:
+            raise UserError(f"{error}. {self.save_at_failure(state)}") from error
+        except BaseException:
+            with suppress(Exception):  # the error of the run matters more than the error of a pending save
+                self._store.settle()
+            raise
+        finally:
+            self._store.close()
+
+    def save(self, state: TrainState) -> None:
+        """Save the state, or start to if the store writes in the background.
+
+        Raises:
+            CheckpointError: checkpoint.on_error=stop, and weights are not finite or the disk refuses.
+        """
+        if path := self._attempt(state, self._store.save):
+            self.newest, self._saved_step = path, state.step
+
+    def save_if_best(self, state: TrainState, loss: float) -> None:
+        """Save the state as the best one if its validation loss (nats) is the lowest so far. Raises like `save`."""
+        if loss < state.best_loss:
+            state.best_loss = loss
+            self._attempt(state, partial(self._store.save, best=True))
+
+    def save_last(self, state: TrainState) -> None:
+        """Save the state and wait until the checkpoint is complete. Raises like `save`, whatever on_error says."""
+        if self._saved_step == state.step:
+            self._world.agreed(self._store.settle)
+        else:
+            self._world.agreed(lambda: self._save_now(state))
+
+    def before(self, step: int) -> Path | None:
+        """Return the checkpoint to rerun `step` from; see folder.newest_before."""
+        return newest_before(self._store.folder, step)
+
+    def _attempt(self, state: TrainState, write: Callable[[State], Path]) -> Path | None:
+        path = None
+        for act in (lambda: self._store.settle(before=state.step), lambda: write(self._sound(state))):
+            try:
+                path = self._world.agreed(act)
+            except CheckpointError as error:
+                if self._on_error == "stop":
+                    raise
+                self._store.tell(f"{error}; training continues (checkpoint.on_error=continue)")
+        return path
+
+    def _save_now(self, state: TrainState) -> None:
+        try:
+            self._store.settle()
+        except CheckpointError as error:  # an earlier save failed; that does not stop this one
+            self._store.tell(str(error))
+        self.newest = self._store.save(self._sound(state))
+        self._store.settle()
+
+    def save_at_failure(self, state: TrainState) -> str:
+        """Save the state of a run that cannot go on. Return a sentence that says where, or why not."""
+        try:
+            self.save_last(state)
+            return f"The state is saved in {self.newest}."
+        except CheckpointError as error:
+            return f"The state is lost: {error}."
+
+    def _sound(self, state: TrainState) -> State:
+        """Return the state to save. All processes raise a CheckpointError if weights are not finite."""
+        if self._world.sum(torch.tensor(0 if are_finite(state.model) else 1)):
+            raise CheckpointError(
+                f"the weights are not finite after step {state.step} and are not saved; lower optimizer.lr, and "
+                f"{how_to_continue(self._store.folder)}"
+            )
+        return state.state_dict()
+
+
+def are_finite(model: nn.Module) -> bool:
+    """Return whether all weights are finite. With sharded weights, this covers this process's part."""
+    return bool(torch.stack([local_part(parameter).isfinite().all() for parameter in model.parameters()]).all())
+
+
+def open_checkpoints(
+    folder: Path, settings: CheckpointConfig, model: GPT2, compute: Compute, timeout_s: int, first_step: int
+) -> Checkpoints:
+    """Return the checkpoints of a run that starts after `first_step` steps and saves to `folder`."""
+    if later := newest_complete_after(folder, first_step):
+        raise UserError(
+            f"{later} is past step {first_step}, from which this run starts; continue it with "
+            f"checkpoint.resume={later}, or choose another checkpoint.dir"
+        )
+    options = {"keep": settings.keep, "writes": compute.world.is_first}
+    asynchronous = compute.device.type == "cuda" if settings.asynchronous is None else settings.asynchronous
+    if compute.world.is_sharded:
+        store = ShardedStore(folder, model=model, timeout_s=timeout_s, **options)
+    elif asynchronous:
+        store = BackgroundStore(folder, model=model, **options)
+    else:
+        store = SingleFileStore(folder, **options)
+    return Checkpoints(store, settings.on_error, compute.world)

@@ -1,0 +1,64 @@
+"""The interface of a logger, and several loggers used as one."""
+
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+from typing import Self
+
+Metrics = dict[str, float]
+
+
+def finite(value: float) -> float | None:
+    """Return the value, or None for NaN and infinities, which JSON does not have."""
+    return value if math.isfinite(value) else None
+
+
+class Logger:
+    """Base class of all loggers. Each overrides the methods that concern it."""
+
+    def log(self, step: int, tokens: int, metrics: Metrics) -> None:
+        """Record metrics after `step` optimizer steps and `tokens` training tokens."""
+
+    def message(self, text: str) -> None:
+        """Show the user one line."""
+
+    def close(self, failed: bool = False) -> None:
+        """End the log; `failed` says whether the run failed. A second call does nothing."""
+
+
+class Loggers(Logger):
+    """Forward everything to each of the given loggers. The context ends by closing them."""
+
+    def __init__(self, loggers: list[Logger]):
+        self._loggers = loggers
+
+    def log(self, step: int, tokens: int, metrics: Metrics) -> None:
+        for logger in self._loggers:
+            logger.log(step, tokens, metrics)
+
+    @contextmanager
+    def row(self, step: int, tokens: int) -> Iterator[Metrics]:
+        """Collect the metrics of a step in a dict and log them at the end of the context, even after an error."""
+        metrics: Metrics = {}
+        try:
+            yield metrics
+        finally:
+            if metrics:
+                self.log(step, tokens, metrics)
+
+    def message(self, text: str) -> None:
+        for logger in self._loggers:
+            logger.message(text)
+
+    def close(self, failed: bool = False) -> None:
+        """Close each logger, the last one first, even if another one raises."""
+        with ExitStack() as stack:
+            for logger in self._loggers:
+                stack.callback(logger.close, failed)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.close(failed=kind is not None)

@@ -1,0 +1,123 @@
+"""The console: a live progress line on a terminal, plain lines elsewhere."""
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Column
+
+from trainer.loggers.base import Logger, Metrics
+
+
+class Pace:
+    """Seconds per step over the last `window` marks, including evaluation and saving."""
+
+    def __init__(self, window: int = 100, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._marks: deque[tuple[int, float]] = deque(maxlen=window)
+
+    def mark(self, step: int) -> None:
+        self._marks.append((step, self._clock()))
+
+    def seconds_for(self, steps: int) -> float | None:
+        """Return the expected duration of that many steps, or None before two different steps are marked."""
+        if not self._marks or self._marks[0][0] == self._marks[-1][0]:
+            return None
+        (first_step, began), (last_step, now) = self._marks[0], self._marks[-1]
+        return steps * (now - began) / (last_step - first_step)
+
+
+class _Screen(Console):
+    def on_broken_pipe(self) -> None:
+        """Go on after stdout was closed, as by `train.py | head`. rich would end the process."""
+        self.quiet = True
+        with open(os.devnull, "w") as nothing:  # Python flushes stdout at exit
+            os.dup2(nothing.fileno(), 1)
+
+
+class ConsoleLogger(Logger):
+    """Show progress: a live line on a terminal, with messages above it, or one line per call of `log` elsewhere.
+
+    Output that stdout refuses (full disk, closed pipe or terminal) is lost; training goes on.
+    """
+
+    def __init__(self, max_steps: int, *, console: Console | None = None, clock: Callable[[], float] = time.monotonic):
+        self.max_steps = max_steps
+        self._console = console or _Screen()
+        self._pace = Pace(clock=clock)
+        self._progress: Progress | None = None
+
+    def log(self, step: int, tokens: int, metrics: Metrics) -> None:
+        self._pace.mark(step)
+        where = f"step {step:>{len(str(self.max_steps))}}/{self.max_steps}"
+        if "val/loss" in metrics:
+            self.message("  ".join([where, *_fields(metrics, EVALUATION)]))
+        if "train/loss" in metrics:
+            eta = f"ETA {_hours(self._pace.seconds_for(self.max_steps - step))}"
+            if self._console.is_interactive:
+                with suppress(OSError):
+                    self._show(step, "  ".join([where, eta, *_fields(metrics, TRAINING)]))
+            else:
+                self.message("  ".join([where, *_fields(metrics, TRAINING), eta]))
+
+    def message(self, text: str) -> None:
+        with suppress(OSError):
+            self._console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+    def close(self, failed: bool = False) -> None:
+        if self._progress:
+            with suppress(OSError):
+                self._progress.stop()
+            self._progress = None
+
+    def _show(self, step: int, text: str) -> None:
+        if self._progress is None:
+            bar = BarColumn(bar_width=16, table_column=Column(width=16))
+            one_line = Column(no_wrap=True, overflow="ellipsis")  # a narrow terminal cuts the text, not the bar
+            fields = TextColumn("{task.description}", markup=False, table_column=one_line)
+            self._progress = Progress(bar, fields, console=self._console, auto_refresh=False)
+            self._task = self._progress.add_task("", total=self.max_steps)
+            self._progress.start()
+        self._progress.update(self._task, completed=step, description=text, refresh=True)
+
+
+def _fields(metrics: Metrics, formats: dict[str, Callable[[float], str]]) -> list[str]:
+    return [show(metrics[key]) for key, show in formats.items() if key in metrics]
+
+
+def _perplexity(x: float) -> str:
+    return f"{x:.1f}" if x < 1e6 else f"{x:.1e}"
+
+
+def _thousands(x: float) -> str:
+    for size, suffix in ((1e6, "M"), (1e3, "k")):
+        if x >= size:
+            return f"{x / size:.0f}{suffix}" if x >= 10 * size else f"{x / size:.1f}{suffix}"
+    return f"{x:.0f}"
+
+
+def _hours(seconds: float | None) -> str:
+    if seconds is None:
+        return "-:--:--"
+    minutes, s = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{s:02}"
+
+
+TRAINING: dict[str, Callable[[float], str]] = {
+    "train/loss": lambda x: f"loss {x:6.3f}",
+    "train/perplexity": lambda x: f"ppl {_perplexity(x):>7}",
+    "train/lr": lambda x: f"lr {x:.1e}",
+    "perf/tokens_per_second": lambda x: f"{_thousands(x):>4} tok/s",
+    "perf/tflops": lambda x: f"{x:4.0f} TFLOP/s" if x >= 10 else f"{x:.2f} TFLOP/s",
+    "perf/mfu": lambda x: f"MFU {x:3.0%}",
+    "memory/peak_allocated_gib": lambda x: f"{x:5.1f} GiB",
+    "memory/peak_rss_gib": lambda x: f"{x:5.1f} GiB",
+}
+EVALUATION: dict[str, Callable[[float], str]] = {
+    "val/loss": lambda x: f"val loss {x:6.3f}",
+    "val/perplexity": lambda x: f"val ppl {_perplexity(x):>7}",
+}

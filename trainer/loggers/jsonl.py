@@ -1,0 +1,56 @@
+"""metrics.jsonl: one JSON object a line."""
+
+import json
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from trainer.loggers.base import Logger, Metrics, finite
+
+
+class JsonlLogger(Logger):
+    """Append rows {"step": ..., "tokens": ..., metrics} to a file. A row is on disk when `log` returns.
+
+    NaN and infinity become null. `on_failure` reports once if the disk refuses a row; the next `log` tries again.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], on_failure: Callable[[str], None] = print):
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self.path.open("ab")
+        self._on_failure, self._has_failed = on_failure, False
+
+    def log(self, step: int, tokens: int, metrics: Metrics) -> None:
+        row = {"step": step, "tokens": tokens} | {key: finite(value) for key, value in metrics.items()}
+        self._attempt(lambda: self._file.write(json.dumps(row, allow_nan=False).encode() + b"\n"))
+        self._attempt(self._file.flush)
+
+    def close(self, failed: bool = False) -> None:
+        self._attempt(self._file.close)
+
+    def _attempt(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except OSError as error:
+            if not self._has_failed:
+                self._on_failure(f"{self.path} cannot be written ({error.strerror}); training goes on, make room")
+            self._has_failed = True
+
+
+def truncate_after(path: Path, step: float) -> None:
+    """Remove the rows after `step`, and the incomplete last line of a killed run. The file is replaced atomically."""
+    if not path.exists():
+        return
+    kept = [line for line in path.read_bytes().splitlines() if _logged_step(line) <= step]
+    shorter = path.with_name(path.name + ".tmp")
+    shorter.write_bytes(b"".join(line + b"\n" for line in kept))
+    os.replace(shorter, path)
+
+
+def _logged_step(line: bytes) -> float:
+    """Return the step of a row, or NaN for an incomplete line: NaN <= step is false."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError):
+        return math.nan

@@ -1,0 +1,86 @@
+"""What a run says about itself at its start and at its end."""
+
+from pathlib import Path
+
+import torch
+
+from data.tokenizers import get_tokenizer
+from data.tokens import TokenSet
+from errors import UserError
+from model.attention import AttentionConfig
+from model.generate import generate
+from model.gpt2 import GPT2
+from trainer.config import TrainConfig
+from trainer.precision import Compute
+from trainer.signals import StopRequest
+from trainer.state import TrainState
+
+
+def describe(
+    state: TrainState,
+    tokens: TokenSet,
+    attention: AttentionConfig,
+    settings: TrainConfig,
+    compute: Compute,
+    document_mask: bool,
+) -> str:
+    """Return a few lines: the model, its attention, the device, the data, and the steps to take."""
+    model, shape = state.model, state.model.config
+    backend = f" ({attention.backend})" if attention.name == "sdpa" else ""
+    start = f"continuing after step {state.step}" if state.step else "starting"
+    lines = [
+        f"GPT-2 of {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters: {shape.n_layer} layers, "
+        f"width {shape.n_embd}, {shape.n_head} heads, context {shape.context_length}; {attention.name}{backend} "
+        f"attention; {compute}",
+        f"{tokens.dir}: {len(tokens.train):,} training and {len(tokens.val):,} validation tokens ({tokens.tokenizer})",
+        f"{start}, to step {settings.max_steps} of {settings.sequences * shape.context_length:,} tokens",
+    ]
+    if attention.name == "flash2":
+        lines.insert(1, f"flash2 launches {_kernels(model, attention, settings, compute, document_mask)}")
+    return "\n".join(lines)
+
+
+def _kernels(
+    model: GPT2, attention: AttentionConfig, settings: TrainConfig, compute: Compute, document_mask: bool
+) -> str:
+    if compute.device.type == "cpu":
+        return "its PyTorch definition"
+    from kernels.common.launching import arch_of  # needs Triton, which a machine without a GPU may lack
+    from kernels.flash2.dispatch import explain
+
+    shape, deterministic = model.config, attention.deterministic or settings.deterministic
+    where = shape.context_length, arch_of(compute.device)
+    return explain(shape.head_dim, compute.dtype, True, *where, shape.dropout, deterministic, document_mask)
+
+
+def last_words(
+    state: TrainState, tokens: TokenSet, settings: TrainConfig, compute: Compute, stop: StopRequest, checkpoint: Path
+) -> str:
+    """Return a sample of a finished run, or how to continue a run that a signal stopped."""
+    if stop.signal is not None:
+        return f"{stop.signal.name} after step {state.step}; continue with checkpoint.resume={checkpoint}"
+    return sample(state.model, tokens, settings, compute)
+
+
+def sample(model: GPT2, tokens: TokenSet, settings: TrainConfig, compute: Compute) -> str:
+    """Return a text that the model generates from the end-of-text token, train.sample_tokens long."""
+    if not settings.sample_tokens:
+        return "no sample (train.sample_tokens=0)"
+    try:
+        tokenizer = compute.world.agreed(lambda: get_tokenizer(tokens.tokenizer))
+    except UserError as error:
+        return f"no sample: {error}"
+    model.eval()
+    # Compiled blocks, as with fsdp, would be compiled again for each layer and each length.
+    with compute.autocast(), torch.compiler.set_stance("force_eager"):
+        text = generate(
+            model,
+            [tokenizer.eot],
+            max_tokens=settings.sample_tokens,
+            temperature=0.8,
+            top_k=200,
+            generator=torch.Generator().manual_seed(settings.seed),
+            stop=tokenizer.eot,
+            vocab_size=tokenizer.vocab_size,
+        )
+        return "a sample:\n" + tokenizer.decode(text)
