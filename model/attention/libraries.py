@@ -32,7 +32,6 @@ def _causal_blocks(seq_q: int, seq_k: int, device: torch.device):
     return create_block_mask(lambda b, h, i, j: i + seq_k - seq_q >= j, None, None, seq_q, seq_k, device=device)
 
 
-@torch.compiler.disable  # torch.compile would trace the cached mask into every layer
 def flex(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
     """Return FlexAttention, compiled once per shape. Its block mask is made once per length."""
     blocks = _causal_blocks(q.shape[1], k.shape[1], q.device) if causal else None
@@ -92,7 +91,11 @@ class FlexConfig(LibraryConfig):
     """torch's FlexAttention, compiled by itself."""
 
     name: str = "flex"
-    function, package, pip = staticmethod(flex), "torch", "pip install torch"
+
+    def build(self) -> Attention:
+        # torch.compile would trace the cached mask into every layer. The decorator is applied here, because importing
+        # it takes two seconds.
+        return Custom("attention=flex", torch.compiler.disable(flex))
 
 
 @dataclass
