@@ -130,11 +130,6 @@ def test_text_that_hydras_grammar_refuses_is_told_how_to_be_written(workplace):
     assert Path("outputs/lr=3e-4/metrics.jsonl").exists()
 
 
-def test_a_sweep_may_be_asked_for_anywhere_on_the_line(workplace):
-    run("train.py", *TINY, "train.max_steps=1", "-m", "train.seed=1,2", "hydra.sweep.dir=sweep").ok()
-    assert len(list(Path("sweep").glob("*/metrics.jsonl"))) == 2
-
-
 @pytest.mark.parametrize("place", ["taken", "a" * 300])
 def test_a_folder_that_cannot_be_is_refused_in_a_sentence(workplace, place):
     Path("taken").write_text("a file")

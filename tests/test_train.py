@@ -415,10 +415,3 @@ def test_built_in_corpus_trains_and_ends_with_a_sample(workplace):
     assert outcome.out.splitlines()[-1].endswith(f"outputs/{folder.name}")
     assert sorted(path.name for path in folder.iterdir()) == ["checkpoints", "config.yaml", "metrics.jsonl"]
     assert Path("tokens/stdlib/meta.json").is_file()
-
-
-def test_one_command_trains_one_run_after_another(workplace):
-    run("train.py", "-m", "attention=naive,sdpa", *TINY, "train.max_steps=2", "hydra.sweep.dir=sweep").ok()
-    assert curve("sweep/0_naive", "train/loss") == [
-        (step, pytest.approx(loss, rel=1e-4)) for step, loss in curve("sweep/1_sdpa", "train/loss")
-    ]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e import ROOT, TINY, Outcome, curve, run, start, wait_for_step
+from tests.e2e import ROOT, TINY, Outcome, curve, run, start, train, wait_for_step
 from trainer.checkpoint.folder import find
 
 pytest_plugins = ["tests.e2e"]
@@ -125,8 +125,9 @@ def test_a_sweep_under_torchrun_is_refused(workplace, monkeypatch):
 
 
 def test_jobs_with_their_own_checkpoints_are_continued(workplace, capfd):
+    for job in (0, 1):
+        train(f"first/{job}", f"train.seed={job + 1}", f"checkpoint.dir=runs/{job}", "train.max_steps=1").ok()
     sweep = "-m", *TINY, "train.seed=1,2", "checkpoint.resume=auto", "checkpoint.dir='runs/${hydra:job.num}'"
-    for steps in (1, 2):
-        run("train.py", *sweep, f"train.max_steps={steps}").ok()
+    run("train.py", *sweep, "train.max_steps=2").ok()
     assert capfd.readouterr().out.count("continuing after step 1,") == 2
     assert sorted(path.name for path in Path("runs").iterdir()) == ["0", "1"]

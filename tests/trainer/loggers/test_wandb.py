@@ -72,6 +72,8 @@ def test_offline_writes_a_run_below_the_output_folder_and_nowhere_else(tmp_path)
 def test_an_offline_sweep_reads_back_as_it_was_logged(workplace):
     sweep = ("-m", "attention=naive,sdpa", "hydra.sweep.dir=sweeps/two")
     e2e.run("train.py", *sweep, *e2e.TINY, "wandb.mode=offline").ok()
+    naive, sdpa = (e2e.curve(f"sweeps/two/{job}", "train/loss") for job in ("0_naive", "1_sdpa"))
+    assert naive == [(step, pytest.approx(loss, rel=1e-4)) for step, loss in sdpa]
     for folder, attention in (("sweeps/two/0_naive", "naive"), ("sweeps/two/1_sdpa", "sdpa")):
         kept = offline_wandb.read(folder)
         assert kept.history == e2e.rows(folder) and len(kept.history) == 5
