@@ -22,11 +22,15 @@ import torch.distributed as dist
 
 from data.loader import DataError, TrainLoader
 from errors import UserError
-from tests.e2e import at_call, largest_file, python_path, train
+from tests.e2e import at_call, curve, largest_file, python_path, train
 from trainer.checkpoint import sharded, single
 from trainer.checkpoint.policy import Checkpoints
 
 SINGLE_NODE = ("--standalone",)
+# 16 sequences a step, in micro-steps of 2. 13 windows of validation, which do not divide among 2 or 4 processes.
+GLOBAL = "train.batch_size=2 train.grad_accumulation=8 train.eval_tokens=416 train.eval_interval=3 train.max_steps=6"
+GLOBAL += " optimizer.grad_clip=0.5 checkpoint.interval=3"
+LOSSES = ("train/loss", "train/grad_norm", "train/lr", "val/loss")
 
 
 def torchrun(processes: int, *command: str, options: tuple[str, ...] = SINGLE_NODE) -> subprocess.Popen:
@@ -62,6 +66,12 @@ def train_on_two_nodes(processes: int, *runs: str) -> None:
     for agent in agents:
         _, err = ended(agent)
         assert agent.returncode == 0, err
+
+
+def assert_same_curve(found: Path, expected: Path, after: int = 0) -> None:
+    """Compare up to fp32 rounding. `found` began after step `after`."""
+    for (step, *ours), (_, *theirs) in zip(curve(found, *LOSSES), curve(expected, *LOSSES)[after:], strict=True):
+        assert ours == [value if value is None else pytest.approx(value, rel=2e-5) for value in theirs], step
 
 
 def terminated(patch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from trainer.checkpoint.policy import Checkpoints
 
 pytest_plugins = ["tests.e2e"]
 
+pytestmark = pytest.mark.slow
 LOSSES = ("train/loss", "train/grad_norm", "val/loss")
 
 
@@ -57,7 +58,7 @@ sys.exit(os.waitpid(pid, 0)[1])
 
 
 @pytest.mark.parametrize("beside", ["true", "false"])
-@pytest.mark.parametrize("times", [4, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
+@pytest.mark.parametrize("times", [4, pytest.param(20, marks=[pytest.mark.soak, pytest.mark.timeout(1200)])])
 def test_run_killed_again_and_again_ends_as_if_it_had_not_been(workplace, times, beside):
     """Whether its checkpoints are written beside training or while it waits."""
     last = 8 * times
@@ -77,7 +78,7 @@ def test_run_killed_again_and_again_ends_as_if_it_had_not_been(workplace, times,
     assert not list(Path("killed/checkpoints").glob("*.partial"))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("device", "steps", "interval"), [("cpu", 36_000, 1000), pytest.param("cuda", 10**7, 1000, marks=pytest.mark.gpu)]

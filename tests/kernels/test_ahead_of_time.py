@@ -14,7 +14,7 @@ from tests.kernels import ahead_of_time
 from tests.kernels.ahead_of_time import SHAPES, SHARED_MEMORY
 from tests.kernels.machine_code import lost_operands, spills_beside_products
 
-pytestmark = pytest.mark.timeout(900)  # takes three minutes on two idle cores without a cache
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # It takes three minutes on two idle cores without a cache
 
 
 @pytest.fixture(scope="module")

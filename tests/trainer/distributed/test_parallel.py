@@ -1,5 +1,6 @@
 """How processes share a model."""
 
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -8,12 +9,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 
+from conf.schema import TrainConfig
 from errors import UserError
 from model.attention import SdpaConfig, build_attention
 from model.gpt2 import GPT2, ModelConfig
+from tests.e2e import train
 from trainer.distributed.parallel import data_parallel, shard, synchronise_gradients
 from trainer.distributed.world import World
 from trainer.precision import Compute
+
+pytest_plugins = ["tests.e2e"]
 
 
 @pytest.fixture
@@ -48,3 +53,34 @@ def test_fp16_is_refused_with_fsdp():
     compute = Compute(torch.device("cpu"), torch.float16, World(size=2, parallel="fsdp"))
     with pytest.raises(UserError, match="precision=fp16 does not work with parallel=fsdp; set precision=bf16"):
         shard(nn.Linear(1, 1), compute, reshard_after_forward=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "processes", "share"),
+    [
+        ({"batch_size": 32, "grad_accumulation": 15}, 1, (32, 15)),
+        ({"batch_size": 32, "grad_accumulation": 15}, 8, (30, 2)),
+        ({"batch_size": 32, "global_batch_size": 512}, 8, (32, 2)),
+        ({"batch_size": 8}, 2, (4, 1)),
+        ({"batch_size": 5}, 5, (1, 1)),
+    ],
+    ids=str,
+)
+def test_the_processes_share_the_global_batch_in_equal_micro_steps(settings, processes, share):
+    assert TrainConfig(**settings).share(processes) == share
+
+
+@pytest.mark.parametrize(("sequences", "processes", "remedy"), [(8, 3, 9), (2, 8, 8), (10, 4, 8)])
+def test_a_global_batch_that_does_not_divide_is_refused_with_one_that_does(sequences, processes, remedy):
+    with pytest.raises(UserError, match=f"{sequences} sequences .* {processes} processes") as refusal:
+        TrainConfig(batch_size=sequences).share(processes)
+    assert int(re.search(r"global_batch_size=(\d+)", str(refusal.value))[1]) == remedy
+
+
+def test_micro_steps_but_the_last_keep_their_gradients(workplace, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        "trainer.distributed.parallel.synchronise_gradients", lambda model, wanted: asked.append(wanted)
+    )
+    train("run", "train.grad_accumulation=3", "train.max_steps=2").ok()
+    assert asked == [False, False, True] * 2

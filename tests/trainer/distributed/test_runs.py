@@ -14,25 +14,23 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from conf.schema import TrainConfig
 from errors import UserError
 from tests import several
 from tests.e2e import ROOT, TINY, curve, load, python_path, rows, run, train, wait_for_step, write_tokens
-from tests.several import SINGLE_NODE, ended, torchrun, train_on_two_nodes, train_together
+from tests.several import (
+    GLOBAL,
+    SINGLE_NODE,
+    assert_same_curve,
+    ended,
+    torchrun,
+    train_on_two_nodes,
+    train_together,
+)
 from trainer.checkpoint.folder import find
 from trainer.checkpoint.load import load as load_checkpoint
 
 pytest_plugins = ["tests.e2e"]
-# 16 sequences a step, in micro-steps of 2. 13 windows of validation, which do not divide among 2 or 4 processes.
-GLOBAL = "train.batch_size=2 train.grad_accumulation=8 train.eval_tokens=416 train.eval_interval=3 train.max_steps=6"
-GLOBAL += " optimizer.grad_clip=0.5 checkpoint.interval=3"
-LOSSES = ("train/loss", "train/grad_norm", "train/lr", "val/loss")
-
-
-def assert_same_curve(found: Path, expected: Path, after: int = 0) -> None:
-    """Compare up to fp32 rounding. `found` began after step `after`."""
-    for (step, *ours), (_, *theirs) in zip(curve(found, *LOSSES), curve(expected, *LOSSES)[after:], strict=True):
-        assert ours == [value if value is None else pytest.approx(value, rel=2e-5) for value in theirs], step
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -84,20 +82,6 @@ def runs(tmp_path_factory) -> Path:
 )
 def test_neither_the_number_of_processes_nor_the_way_they_share_the_work_changes_the_curve(runs, folder, after):
     assert_same_curve(runs / folder, runs / "alone", after)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("processes", [2, 4])
-def test_nor_do_they_on_gpus_joined_by_nccl(tmp_path, monkeypatch, processes):
-    if torch.cuda.device_count() < processes:
-        pytest.skip(f"needs {processes} CUDA devices")
-    monkeypatch.chdir(tmp_path)
-    write_tokens(tmp_path / "tokens")
-    on_gpus = f"{GLOBAL} device=cuda precision=fp32 attention=flash2 train.compile=false"
-    train("alone", *on_gpus.split()).ok()
-    train_together(processes, f"ddp {on_gpus}", f"fsdp {on_gpus} parallel=fsdp")
-    for folder in ("ddp", "fsdp"):
-        assert_same_curve(tmp_path / folder, tmp_path / "alone")
 
 
 def test_the_first_process_alone_logs_and_saves(runs):
@@ -289,34 +273,3 @@ def test_readmes_script_for_slurm_saves_and_is_queued_again(tmp_path, monkeypatc
             os.killpg(job.pid, signal.SIGKILL)
     assert Path("queued").read_text() == "requeue 7\n"
     assert load_checkpoint("runs/a")["step"] == curve("runs/a")[-1][0]
-
-
-@pytest.mark.parametrize(
-    ("settings", "processes", "share"),
-    [
-        ({"batch_size": 32, "grad_accumulation": 15}, 1, (32, 15)),
-        ({"batch_size": 32, "grad_accumulation": 15}, 8, (30, 2)),
-        ({"batch_size": 32, "global_batch_size": 512}, 8, (32, 2)),
-        ({"batch_size": 8}, 2, (4, 1)),
-        ({"batch_size": 5}, 5, (1, 1)),
-    ],
-    ids=str,
-)
-def test_the_processes_share_the_global_batch_in_equal_micro_steps(settings, processes, share):
-    assert TrainConfig(**settings).share(processes) == share
-
-
-@pytest.mark.parametrize(("sequences", "processes", "remedy"), [(8, 3, 9), (2, 8, 8), (10, 4, 8)])
-def test_a_global_batch_that_does_not_divide_is_refused_with_one_that_does(sequences, processes, remedy):
-    with pytest.raises(UserError, match=f"{sequences} sequences .* {processes} processes") as refusal:
-        TrainConfig(batch_size=sequences).share(processes)
-    assert int(re.search(r"global_batch_size=(\d+)", str(refusal.value))[1]) == remedy
-
-
-def test_micro_steps_but_the_last_keep_their_gradients(workplace, monkeypatch):
-    asked = []
-    monkeypatch.setattr(
-        "trainer.distributed.parallel.synchronise_gradients", lambda model, wanted: asked.append(wanted)
-    )
-    train("run", "train.grad_accumulation=3", "train.max_steps=2").ok()
-    assert asked == [False, False, True] * 2
