@@ -139,7 +139,7 @@ def places(state: dict, depth: int = 2) -> list[tuple]:
 
 
 @given(data=st.data(), junk=st.sampled_from(["nothing", None, "x", -1, [], {}]))
-@settings(fuzz, max_examples=30)
+@settings(fuzz, max_examples=12)
 def test_a_checkpoint_of_another_form_is_continued_or_refused_in_one_sentence(trained, tmp_path_factory, data, junk):
     """As another version might have written it: one thing is not there, or is something else."""
     folder = tmp_path_factory.mktemp("other")
