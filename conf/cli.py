@@ -1,7 +1,7 @@
 """The command line: compose a configuration with Hydra, and print one sentence for every mistake in it."""
 
-import importlib
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -12,6 +12,7 @@ from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig, OmegaConf
 
 from conf import schema
@@ -27,16 +28,14 @@ def launch(run: Callable[[Any], None], config_name: str, literal: str | None = N
     """Call `run` with the typed configuration from conf/<config_name>.yaml and the command line.
 
     A UserError, or an error of Hydra's, ends the program with one sentence on stderr and status 2. `literal` is the key
-    of a free text, which Hydra does not parse. With -m, each job is a new process.
+    of a free text, which needs no quotes for Hydra. With -m, each job is a new process.
     """
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Otherwise Hydra prints errors itself, and at length.
     schema.register()
     process_launcher.register()
-    texts = [argument for argument in sys.argv[1:] if literal and argument.startswith(f"{literal}=")]
-    process_launcher.extra_arguments[:] = texts
-    arguments = [argument for argument in sys.argv[1:] if argument not in texts]
+    arguments = [_quoted(x) if literal and x.startswith(f"{literal}=") else x for x in sys.argv[1:]]
     sys.argv[1:] = sorted(arguments, key=lambda argument: argument not in ("-m", "--multirun"))  # Hydra wants -m first.
-    program, composed = _Program(run), False
+    composed = False
 
     @hydra.main(version_base="1.3", config_path=str(Path(__file__).parent), config_name=config_name)
     def job(config: DictConfig) -> None:
@@ -45,22 +44,17 @@ def launch(run: Callable[[Any], None], config_name: str, literal: str | None = N
         try:
             processes = HydraConfig.get().launcher.get("nproc_per_node", 1)
             if processes > 1 and not _is_job_of_sweep():
-                raise UserError(
-                    f"hydra.launcher.nproc_per_node={processes} needs -m; start a single run with torchrun "
-                    f"--nproc_per_node={processes}"
-                )
-            typed = to_typed(config)
-            for text in texts:
-                setattr(typed, literal, text.partition("=")[2])
-            program.run(typed)
-            if started()[0]:  # The first process writes all outputs, into its own folder.
-                _remove_if_empty(output_dir())
+                start = f"start a single run with torchrun --nproc_per_node={processes}"
+                raise UserError(f"hydra.launcher.nproc_per_node={processes} needs -m; {start}")
+            _refuse_unusable(config)
+            run(OmegaConf.to_object(config))
         except Exception as error:
             sentence = sentence_of(error)
             if sentence is None or is_of_submitit():  # The process of the sweep gets the error from submitit.
                 raise
-            _remove_if_empty(output_dir())
             _refuse(sentence)
+        finally:
+            _remove_if_empty(output_dir())  # Only the first process of a run writes files.
 
     try:
         job()
@@ -76,24 +70,14 @@ def launch(run: Callable[[Any], None], config_name: str, literal: str | None = N
         refuse(f"jobs of the sweep failed: {', '.join(process_launcher.failed_jobs)}")
 
 
-class _Program:
-    """The function of a script. It is pickled by name, because the script is not __main__ in submitit's processes."""
+def _quoted(argument: str) -> str:
+    """Return key=text as an override whose value is the text itself. With ++, a job of a sweep does not quote it again.
 
-    def __init__(self, run: Callable[[Any], None]):
-        self.run = run
-
-    def __reduce__(self) -> tuple:
-        return _import_program, (Path(self.run.__code__.co_filename).stem, self.run.__name__)
-
-
-def _import_program(module: str, name: str) -> _Program:
-    return _Program(getattr(importlib.import_module(module), name))
-
-
-def to_typed(config: DictConfig) -> Any:
-    """Return the dataclass of `config`."""
-    _refuse_unusable(config)
-    return OmegaConf.to_object(config)
+    OmegaConf would expand ${...} in it.
+    """
+    key, _, text = argument.partition("=")
+    escaped = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
+    return f"++{key}={QuotedString(escaped, Quote.double).with_quotes()}"
 
 
 def _refuse_unusable(node: DictConfig, prefix: str = "") -> None:

@@ -6,13 +6,7 @@ from collections.abc import Sequence
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import (
-    ConfigAttributeError,
-    ConfigKeyError,
-    MissingMandatoryValue,
-    OmegaConfBaseException,
-    ValidationError,
-)
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException, ValidationError
 
 from errors import UserError, first_line, is_of_gpu_memory, is_of_memory, two_sentences
 from model.attention import unknown_setting as unknown_attention_setting
@@ -44,12 +38,13 @@ def explain(error: Exception) -> str:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return _unknown_choice(error)
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
+    key = str(cause.full_key or cause.key) if isinstance(cause, OmegaConfBaseException) else ""
     if isinstance(cause, MissingMandatoryValue):
-        return f"{_full_key(cause)} has no value; give it as {_full_key(cause)}=..."
+        return f"{key} has no value; give it as {key}=..."
     if isinstance(cause, ValidationError):
-        return f"{_full_key(cause)}: {_one_line(cause)}; see conf/schema.py and the dataclasses that it imports"
-    if isinstance(cause, (ConfigKeyError, ConfigAttributeError)):
-        parent, key = cause.parent_node, _full_key(cause)
+        return f"{key}: {_one_line(cause)}; see conf/schema.py and the dataclasses that it imports"
+    if key and isinstance(cause, (AttributeError, KeyError)):
+        parent = cause.parent_node
         if isinstance(parent, DictConfig) and key.startswith("attention.") and "name" in parent:
             return unknown_attention_setting(parent.name, str(cause.key))
         known = OmegaConf.to_container(parent) if isinstance(parent, DictConfig) else {}
@@ -84,10 +79,6 @@ def _unknown_choice(error: MissingConfigException) -> str:
 def _suggestion(word: str, known: list[str]) -> str:
     close = difflib.get_close_matches(word, known, n=1)
     return f" (did you mean {close[0]}?)" if close else ""
-
-
-def _full_key(error: OmegaConfBaseException) -> str:
-    return str(error.full_key or error.key)
 
 
 def _one_line(error: Exception) -> str:

@@ -20,19 +20,25 @@ from trainer.precision import PrecisionConfig
 
 
 @dataclass
-class Config:
+class ComputeConfig:
+    """Settings of all programs that run a model."""
+
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    device: str = "auto"
+    """auto (the GPU if the machine has one), cpu or cuda."""
+
+
+@dataclass
+class Config(ComputeConfig):
     """Settings of `python train.py`."""
 
     attention: AttentionConfig = MISSING
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = MISSING
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
-    device: str = "auto"
-    """auto (the GPU if the machine has one), cpu or cuda."""
     parallel: str | None = None
     """How processes share the model. ddp: each holds the whole model. fsdp: weights, gradients and moments are split
     among all processes. hsdp: they are split within a node and replicated across nodes. none: there is one process.
@@ -47,7 +53,7 @@ class PrepareConfig:
 
 
 @dataclass
-class SampleConfig:
+class SampleConfig(ComputeConfig):
     """Settings of `python sample.py`."""
 
     checkpoint: str = MISSING
@@ -67,9 +73,6 @@ class SampleConfig:
     seed: int = 1337
     """Seed of the draws."""
     attention: AttentionConfig = MISSING
-    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    device: str = "auto"
-    """auto (the GPU if the machine has one), cpu or cuda."""
 
     def __post_init__(self):
         for key, low in (("num_samples", 1), ("max_tokens", 1), ("temperature", 0)):
@@ -81,14 +84,13 @@ class SampleConfig:
 
 
 @dataclass
-class EvaluateConfig:
+class EvaluateConfig(ComputeConfig):
     """Settings of `python evaluate.py`."""
 
     checkpoint: str = MISSING
     """A checkpoint file, a run's folder, or a Hugging Face GPT-2 (a folder with model.safetensors, or a hub id)."""
     data: DataConfig = MISSING
     attention: AttentionConfig = MISSING
-    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     context_length: int | None = None
     """Tokens of a window; null is the model's context."""
     stride: int | None = None
@@ -96,8 +98,6 @@ class EvaluateConfig:
     length, without overlap."""
     batch_size: int = 8
     """Windows of one forward pass."""
-    device: str = "auto"
-    """auto (the GPU if the machine has one), cpu or cuda."""
 
     def __post_init__(self):
         for key in ("context_length", "stride", "batch_size"):
@@ -105,7 +105,7 @@ class EvaluateConfig:
 
 
 @dataclass
-class ReplayConfig:
+class ReplayConfig(ComputeConfig):
     """Settings of `python replay.py`, which takes all others from the recorded run."""
 
     record: str = MISSING
@@ -114,9 +114,6 @@ class ReplayConfig:
     """A checkpoint file or a run's folder; null is the checkpoint that the record names."""
     function: str | None = None
     """For runs with attention=custom: the run's attention.function. A record must not name code to import."""
-    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    device: str = "auto"
-    """auto (the GPU if the machine has one), cpu or cuda."""
 
 
 @dataclass

@@ -22,11 +22,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from errors import UserError, check_range
 
-# Hydra makes the launcher object, and a sweep returns nothing, so conf.cli.launch uses these two lists.
-extra_arguments: list[str] = []
-"""Arguments that each job gets besides its overrides."""
 failed_jobs: list[str] = []
-"""Names of the jobs that ended with an exit status other than 0."""
+"""Names of the jobs that ended with an exit status other than 0. Hydra drops what a launcher returns."""
 
 
 @dataclass
@@ -44,16 +41,6 @@ def register() -> None:
     ConfigStore.instance().store(group="hydra/launcher", name="basic", node=LauncherConfig)
 
 
-@dataclass
-class Job:
-    """One job of a sweep."""
-
-    title: str  # the settings that differ from the other jobs
-    folder: Path
-    arguments: list[str]
-    checkpoint_dir: str | None
-
-
 class ProcessLauncher(Launcher):
     """Run each job as `python PROGRAM OVERRIDES`, or with torchrun, on the terminal of the sweep."""
 
@@ -64,6 +51,7 @@ class ProcessLauncher(Launcher):
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.config, self.loader = config, hydra_context.config_loader
+        self.savers: dict[str, Path] = {}  # folders of the jobs by checkpoint.dir
         failed_jobs.clear()
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list:
@@ -79,23 +67,25 @@ class ProcessLauncher(Launcher):
         check_range("hydra.launcher.nproc_per_node", self.nproc_per_node, 1)
         shared = set.intersection(*map(set, job_overrides))
         jobs = [self._compose(i, list(job), shared) for i, job in enumerate(job_overrides, start=initial_job_idx)]
-        _refuse_shared_checkpoints(jobs)
-        numbers = [x for x in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(x) != signal.SIG_IGN]
-        handlers = {number: signal.signal(number, self._stop) for number in numbers}
+        heeded = [x for x in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(x) != signal.SIG_IGN]
+        handlers = {number: signal.signal(number, self._stop) for number in heeded}
         try:
             for number, job in enumerate(jobs, start=1):
-                self._run(job, f"{initial_job_idx + number} of {initial_job_idx + len(jobs)}")
+                self._run(f"{initial_job_idx + number} of {initial_job_idx + len(jobs)}", *job)
                 if self.stopped_by:
-                    left = f"{len(jobs) - number} of {len(jobs)} jobs were not started"
-                    print(f"{signal.Signals(self.stopped_by).name}: the sweep ends; {left}", file=sys.stderr)
+                    left = f"the sweep ends; {len(jobs) - number} of {len(jobs)} jobs were not started"
+                    print(f"{signal.Signals(self.stopped_by).name}: {left}", file=sys.stderr)
                     sys.exit(128 + self.stopped_by)
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
         return []
 
-    def _compose(self, number: int, overrides: list[str], shared: set[str]) -> Job:
-        """Compose the configuration of a job for its folder. The job's own process composes it again."""
+    def _compose(self, number: int, overrides: list[str], shared: set[str]) -> tuple[str, str, list[str]]:
+        """Compose the configuration of a job, which its process composes again, for the name of its folder.
+
+        Return the name, a title (the settings that differ from the other jobs) and the arguments of the program.
+        """
         config = self.loader.load_sweep_config(self.config, overrides)
         with open_dict(config):
             config.hydra.job.num = number
@@ -103,37 +93,31 @@ class ProcessLauncher(Launcher):
         folder = Path(self.config.hydra.sweep.dir, config.hydra.sweep.subdir)
         quoted, given = QuotedString(str(folder), Quote.double).with_quotes(), self.config.hydra.overrides
         own = ["hydra.mode=RUN", f"hydra.job.num={number}", f"hydra.run.dir={quoted}"]
-        flags = [
-            x for x in sys.argv[1:] if x not in ("-m", "--multirun", *given.task, *given.hydra)
-        ]  # --config-dir ...
-        arguments = [*flags, *extra_arguments, *overrides, *given.hydra, *own]
+        flags = [x for x in sys.argv[1:] if x not in ("-m", "--multirun", *given.task, *given.hydra)]  # --config-dir
+        arguments = [*flags, *overrides, *given.hydra, *own]
         title = " ".join(override for override in overrides if override not in shared) or " ".join(overrides)
-        return Job(title, folder, arguments, OmegaConf.select(config, "checkpoint.dir"))
+        saves_to = OmegaConf.select(config, "checkpoint.dir")
+        if saves_to and (other := self.savers.setdefault(saves_to, folder)) != folder:
+            raise UserError(
+                f"checkpoint.dir={saves_to} is shared by the jobs {other.name} and {folder.name}; give each job "
+                "its own, such as 'checkpoint.dir=runs/${hydra:job.num}'"
+            )
+        return folder.name, title, arguments
 
-    def _run(self, job: Job, position: str) -> None:
-        print(f"job {position}: {job.title}", flush=True)
+    def _run(self, position: str, name: str, title: str, arguments: list[str]) -> None:
+        print(f"job {position}: {title}", flush=True)
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.nproc_per_node}"]
         launcher, main = torchrun if self.nproc_per_node > 1 else [], sys.modules["__main__"]
         program = ["-m", main.__spec__.name] if main.__spec__ else [main.__file__]
-        self.process = subprocess.Popen([sys.executable, *launcher, *program, *job.arguments])
+        self.process = subprocess.Popen([sys.executable, *launcher, *program, *arguments])
         status = self.process.wait()
         if status and not self.stopped_by:
-            failed_jobs.append(job.folder.name)
+            failed_jobs.append(name)
             ended = f"exit status {status}" if status > 0 else signal.Signals(-status).name
-            print(f"error: job {position} ({job.title}) failed with {ended}", file=sys.stderr)
+            print(f"error: job {position} ({title}) failed with {ended}", file=sys.stderr)
 
     def _stop(self, number: int, frame: object) -> None:
         """Note the signal. Only SIGTERM is forwarded: a terminal sends SIGINT and SIGHUP to the job itself."""
         self.stopped_by = number
         if number == signal.SIGTERM and self.process:
             self.process.terminate()
-
-
-def _refuse_shared_checkpoints(jobs: list[Job]) -> None:
-    seen: dict[str, Job] = {}
-    for job in jobs:
-        if job.checkpoint_dir and (other := seen.setdefault(job.checkpoint_dir, job)) is not job:
-            raise UserError(
-                f"checkpoint.dir={job.checkpoint_dir} is shared by the jobs {other.folder.name} and {job.folder.name}; "
-                "give each job its own, such as 'checkpoint.dir=runs/${hydra:job.num}'"
-            )
