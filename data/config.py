@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from errors import UserError
+from errors import UserError, check_choice, check_range
 
 NAMES = ("stdlib", "tokens", "text", "openwebtext", "wikitext-2", "wikitext-103", "fineweb-edu-10bt", "tinystories")
 
@@ -15,62 +15,41 @@ class DataConfig:
     """stdlib: the standard library of the running Python, tokenized on first use. tokens: existing token files, for
     example nanoGPT's. text: your own files. The others are corpora of the Hugging Face hub. `python -m data.prepare`
     tokenizes text and hub corpora once."""
-
     dir: str
     """Folder of train.bin, val.bin and meta.json."""
-
     tokenizer: str
     """byte (UTF-8 bytes, 257 tokens) or gpt2 (GPT-2's BPE, 50257 tokens)."""
-
     source: str | None = None
     """A file, a folder or a glob of .parquet, .jsonl or .txt files; .jsonl and .txt also as .gz or .zst. For a hub
     corpus: a copy of its files on this machine. A parquet row, a JSON line and a text file are one document each."""
-
     text_column: str = "text"
     """Column of the parquet files, or key of the JSON lines, that holds the text."""
-
     document_start: str | None = None
     """A regular expression. If set, rows (lines of text files) are joined to documents; a match begins a document."""
-
     train_files: str = "*"
     """Pattern for the names of the files that go to train.bin."""
-
     val_files: str | None = None
     """Pattern for the names of the files that go to val.bin; null holds out a share of the documents instead."""
-
     val_fraction: float = 0.01
     """Share of the documents to hold out, between 0 and 1. With name=stdlib a document is a file."""
-
     split_seed: int = 2357
     """Seed that chooses the held-out documents."""
-
     hub_id: str | None = None
     """The dataset on the hub."""
-
     hub_revision: str | None = None
     """Commit of the dataset to download."""
-
     hub_files: str | None = None
     """Pattern for the paths of its files."""
-
     expected_documents: int | None = None
     """Number of documents in that commit."""
-
-    expected_tokens: int | None = None
-    """Number of its GPT-2 tokens, including one end of text per document."""
-
     document_mask: bool = False
     """Separate documents in training and evaluation: a token attends only to its own document."""
-
     workers: int | None = None
     """Threads that tokenize; null for one per core. The token files do not depend on it."""
 
     def __post_init__(self):
-        if self.name not in NAMES:
-            raise UserError(f"data.name={self.name} is unknown; choose one of {', '.join(NAMES)}")
+        check_choice("data.name", self.name, NAMES)
         if not 0 < self.val_fraction < 1:
             raise UserError(f"data.val_fraction={self.val_fraction} leaves a split empty; set it between 0 and 1")
-        if self.split_seed < 0:
-            raise UserError(f"data.split_seed={self.split_seed} is negative; set it to 0 or more")
-        if self.workers is not None and self.workers < 1:
-            raise UserError(f"data.workers={self.workers} is too small; set it to 1 or more, or to null for all cores")
+        check_range("data.split_seed", self.split_seed, 0)
+        check_range("data.workers", self.workers, 1)

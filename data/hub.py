@@ -11,9 +11,10 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from data.config import DataConfig
 from data.patience import within
-from errors import UserError
+from errors import UserError, described
 
 TIMEOUT_S = 6.0
+SHARD = re.compile(r"(.*)-\d{5}-of-(\d{5})(-[0-9a-f]+)?\.parquet")  # train-00003-of-00080.parquet: train, 80
 
 
 def download(config: DataConfig, log: Callable[[str], None]) -> list[Path]:
@@ -22,42 +23,33 @@ def download(config: DataConfig, log: Callable[[str], None]) -> list[Path]:
     Raises:
         UserError: the cache is incomplete and the hub does not answer within seconds.
     """
-    wanted = {"repo_type": "dataset", "revision": config.hub_revision, "allow_patterns": config.hub_files}
+
+    def snapshot(**options) -> list[Path]:
+        options |= {"repo_type": "dataset", "revision": config.hub_revision, "allow_patterns": config.hub_files}
+        folder = snapshot_download(config.hub_id, **options)
+        return sorted(path for path in Path(folder).glob(config.hub_files) if path.is_file())
+
     try:
-        files = _files(snapshot_download(config.hub_id, local_files_only=True, **wanted), config)
+        files = snapshot(local_files_only=True)
     except LocalEntryNotFoundError:
         files = []
-    shards = Counter(map(_shard, files)) - Counter({None: len(files)})
     # Another program may have downloaded only one split, or a download may have been interrupted.
-    is_cached = _has_splits(files, config) and all(found >= count for (_, count), found in shards.items())
+    names, splits = [path.name for path in files], (config.train_files, config.val_files or "*")
+    shards = Counter((match[1], int(match[2])) for match in map(SHARD.fullmatch, names) if match)
+    is_cached = all(fnmatch.filter(names, split) for split in splits)
+    is_cached &= all(found >= count for (_, count), found in shards.items())
     if is_cached and shards:
         return files
     try:
         # Ask the hub once. snapshot_download would try for 24 seconds to reach a hub that does not answer.
         within(TIMEOUT_S, lambda: HfApi().dataset_info(config.hub_id, revision=config.hub_revision, timeout=TIMEOUT_S))
         log(f"downloading {config.hub_id} at {config.hub_revision}")
-        return _files(snapshot_download(config.hub_id, **wanted), config)
+        return snapshot()
     except Exception as error:  # the hub's client raises a dozen types for a bad name or no network
         if is_cached:  # file names without numbers, so the cache cannot be proved complete
             log(f"the hub does not answer; using the {len(files)} files of {config.hub_id} in its cache")
             return files
         raise UserError(
-            f"{config.hub_id} is not in the hub's cache and cannot be downloaded "
-            f"({type(error).__name__}: {str(error)[:160]}); set data.source to a copy of its files, "
-            "or HF_HOME (and HF_HUB_OFFLINE=1) to a complete cache"
+            f"{config.hub_id} is not in the hub's cache and cannot be downloaded ({described(error)}); set data.source "
+            "to a copy of its files, or HF_HOME (and HF_HUB_OFFLINE=1) to a complete cache"
         ) from error
-
-
-def _files(folder: str, config: DataConfig) -> list[Path]:
-    return sorted(path for path in Path(folder).glob(config.hub_files) if path.is_file())
-
-
-def _has_splits(files: list[Path], config: DataConfig) -> bool:
-    patterns = [pattern for pattern in (config.train_files, config.val_files) if pattern is not None]
-    return all(any(fnmatch.fnmatch(path.name, pattern) for path in files) for pattern in patterns)
-
-
-def _shard(path: Path) -> tuple[str, int] | None:
-    """Return ("train", 80) for a name like train-00003-of-00080.parquet, and None for other names."""
-    match = re.fullmatch(r"(.*)-\d{5}-of-(\d{5})(-[0-9a-f]+)?\.parquet", path.name)
-    return (match[1], int(match[2])) if match else None

@@ -1,7 +1,6 @@
 """Show the content of token files: python -m data.inspect data=openwebtext
 
-Print counts, document lengths and the first documents as text, verify the checksums of meta.json, and draw a histogram
-of the lengths as lengths.png beside the token files.
+Print counts, document lengths and the first documents as text, and verify the checksums of meta.json.
 """
 
 from collections.abc import Callable
@@ -21,22 +20,15 @@ QUANTILES = 0.01, 0.25, 0.5, 0.75, 0.99
 
 
 def inspect(config: DataConfig, *, log: Callable[[str], None] = print) -> None:
-    """Log the content of `config.dir` and draw lengths.png there.
-
-    Raises:
-        UserError: the token files are missing, or their checksums differ from meta.json.
-    """
+    """Log the content of `config.dir`. Raise UserError if files are missing or differ from meta.json's checksums."""
     tokens = open_tokens(config)
     tokenizer = get_tokenizer(tokens.tokenizer)
     verdict = _verify(tokens.dir)
-    lengths = {split: document_lengths(getattr(tokens, split), tokenizer.eot) for split in SPLITS}
     for split in SPLITS:
-        log(f"{split}.bin: {_describe(lengths[split])}; {verdict}")
+        lengths = document_lengths(getattr(tokens, split), tokenizer.eot)
+        log(f"{split}.bin: {_describe(lengths)}; {verdict}")
     for number, text in enumerate(first_documents(tokens.train, tokenizer), start=1):
         log(f"document {number} of train.bin: {text}")
-    picture = tokens.dir / "lengths.png"
-    _draw(lengths, picture, config.name)
-    log(f"document lengths drawn in {picture}")
 
 
 def document_lengths(tokens: np.ndarray, eot: int) -> np.ndarray:
@@ -53,10 +45,8 @@ def first_documents(tokens: np.ndarray, tokenizer: Tokenizer) -> list[str]:
         document = document[document != tokenizer.eot]
         shown = document[:SHOWN_TOKENS].tolist()
         if max(shown, default=0) >= tokenizer.vocab_size:
-            raise UserError(
-                f"document {number} holds the token {max(shown)}, outside the {tokenizer.name} tokenizer's "
-                "vocabulary; set the data.tokenizer that the files were made with, or prepare them again"
-            )
+            problem = f"holds the token {max(shown)}, outside the {tokenizer.name} tokenizer's vocabulary"
+            raise UserError(f"document {number} {problem}; set the data.tokenizer that the files were made with")
         texts.append(repr(tokenizer.decode(shown)) + (" ..." if len(document) > SHOWN_TOKENS else ""))
         start += length
     return texts
@@ -68,37 +58,17 @@ def _verify(folder: Path) -> str:
         return "no meta.json with checksums"
     for split in SPLITS:
         path = folder / f"{split}.bin"
-        found, promised = checksum(path), meta["sha256"][path.name]
+        found, promised = checksum(path)[:16], meta["sha256"][path.name][:16]
         if found != promised:
-            raise UserError(
-                f"{path} was damaged or changed: its SHA-256 is {found[:16]}..., its meta.json promises "
-                f"{promised[:16]}...; prepare it again"
-            )
+            problem = f"its SHA-256 is {found}..., its meta.json promises {promised}..."
+            raise UserError(f"{path} was damaged or changed: {problem}; prepare it again")
     return "SHA-256 as in meta.json"
 
 
 def _describe(lengths: np.ndarray) -> str:
     quantiles = ", ".join(f"{quantile:.0%} {np.quantile(lengths, quantile):,.0f}" for quantile in QUANTILES)
-    return (
-        f"{lengths.sum():,} tokens in {len(lengths):,} documents of {lengths.mean():,.0f} tokens on average "
-        f"({quantiles}, longest {lengths.max():,})"
-    )
-
-
-def _draw(lengths: dict[str, np.ndarray], picture: Path, name: str) -> None:
-    import matplotlib
-
-    matplotlib.use("agg")  # needs no screen
-    import matplotlib.pyplot as plt
-
-    bins = np.geomspace(1, max(values.max() for values in lengths.values()) + 1, 60)
-    figure, axes = plt.subplots(layout="constrained")
-    for split, values in lengths.items():
-        axes.hist(values, bins=bins, weights=np.full(len(values), 100 / len(values)), histtype="step", label=split)
-    axes.set(xscale="log", xlabel="tokens per document", ylabel="% of the documents", title=name)
-    axes.legend()
-    figure.savefig(picture)
-    plt.close(figure)
+    documents = f"{len(lengths):,} documents of {lengths.mean():,.0f} tokens on average"
+    return f"{lengths.sum():,} tokens in {documents} ({quantiles}, longest {lengths.max():,})"
 
 
 if __name__ == "__main__":

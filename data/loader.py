@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TypeVar
 
@@ -56,16 +57,12 @@ class WindowOrder:
         return self._offset + int(self._permutation[index]) * self.context_length
 
 
-class TrainLoader:
+class TrainLoader(AbstractContextManager):
     """Endless training batches, prepared by a background thread `prefetch` batches ahead.
 
-    `tokens` is a one-dimensional uint16 array, usually a memory map. Messages call it `name`. A batch depends only on
-    the seed and on the number of windows that all processes took before. That number is the state to save. Each of
-    the `ranks` processes takes its own B of the next B * ranks windows. `agree(act)` returns act() and raises the
-    UserError of any process in all of them, see World.agreed.
-
-    Raises:
-        UserError: `tokens` do not fill one window.
+    `tokens` is uint16 (n,), usually a memory map. Messages call it `name`. A batch depends only on the seed and on the
+    number of windows that all processes took before, the state to save. Each of the `ranks` processes takes its own B
+    of the next B * ranks windows. `agree(act)` returns act() and raises any process's UserError in all of them.
     """
 
     def __init__(
@@ -121,7 +118,7 @@ class TrainLoader:
         block = self._pending[0].result()
         self._pending.popleft()
         self._position += self._stride
-        return _upload(block, self._device)
+        return tuple(block.to(self._device, non_blocking=True))
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         return iter(self.next_batch, None)
@@ -134,7 +131,7 @@ class TrainLoader:
     def state_dict(self) -> dict[str, int]:
         """Return the number of windows handed out (not those prefetched) and the settings that fix their order."""
         order = {"seed": self._order.seed, "context_length": self._order.context_length, "tokens": len(self._tokens)}
-        return {"position": self._position} | order
+        return {"position": self._position, **order}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue at the position of `state`. The batch size may differ.
@@ -160,9 +157,6 @@ class TrainLoader:
     def close(self) -> None:
         """End the background thread."""
         self._thread.shutdown(cancel_futures=True)
-
-    def __enter__(self) -> "TrainLoader":
-        return self
 
     def __exit__(self, *_) -> None:
         self.close()
@@ -202,7 +196,7 @@ def validation_batches(
         filled = own + starts[:1] * (batch_size - len(own))
         block = gather(tokens, filled, context_length, vocab_size, name)
         block[1, len(own) :] = IGNORED
-        return _upload(block, torch.device(device))
+        return tuple(block.to(device, non_blocking=True))
 
     return (agree(lambda i=i: load(i)) for i in range(0, len(longest), batch_size))
 
@@ -267,8 +261,3 @@ def _read(tokens: np.ndarray, starts: list[int], length: int, name: str) -> np.n
     if size != tokens.nbytes:
         raise DataError(f"{name} went from {tokens.nbytes} to {size} bytes while in use; put it back as it was")
     return np.stack([np.frombuffer(window, dtype=tokens.dtype) for window in windows])
-
-
-def _upload(block: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    inputs, targets = block.to(device, non_blocking=True)
-    return inputs, targets

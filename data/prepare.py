@@ -1,7 +1,6 @@
 """Tokenize a corpus into token files, in constant memory. An interrupted preparation is continued."""
 
 import os
-import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -13,7 +12,7 @@ import numpy as np
 
 from data.config import DataConfig
 from data.readers import Corpus, Document, find_files
-from data.token_files import DTYPE, SPLITS, TokenWriter, differences, has_files, publish, read_meta
+from data.token_files import SPLITS, TokenWriter, differences, has_files, publish, read_meta
 from data.tokenizers import Tokenizer, get_tokenizer
 from errors import UserError
 
@@ -21,8 +20,6 @@ BATCH_CHARACTERS = 2**19
 BATCH_DOCUMENTS = 1024
 LOG_INTERVAL_S = 10.0
 SAVE_INTERVAL_S = 2.0
-# English has 0.23 GPT-2 tokens per byte, code 0.4, other scripts up to 0.7.
-TOKENS_PER_BYTE = {"gpt2": 0.35, "byte": 1.01}
 
 Log = Callable[[str], None]
 
@@ -43,42 +40,35 @@ def prepare(config: DataConfig, *, log: Log = print) -> None:
     Skip documents that are null or empty. Continue a preparation that was killed.
 
     Raises:
-        UserError: the corpus or its text cannot be read, the disk is too small, `config.dir` was made with other
-            settings, or a hub corpus does not have the expected size.
+        UserError: the corpus cannot be read, `config.dir` was made with other settings, or the disk is full.
     """
     if config.name in ("stdlib", "tokens"):
         raise UserError(f"data={config.name} needs no preparation; set data=text and data.source to prepare text")
-    folder = Path(config.dir).expanduser()
+    folder, settings = Path(config.dir).expanduser(), _settings(config)
+    done = f"{folder} is prepared already, with the same settings"
     publish(folder)
-    settings, done = _settings(config), f"{folder} is prepared already, with the same settings"
-    expected = _expected(config, "tokens")
     if config.source is None:
         if _is_prepared(folder, settings):  # without looking for the hub's files, which may be deleted
             return log(done)
         get_tokenizer(config.tokenizer)  # fail before gigabytes are downloaded
-        if expected:
-            _check_space(folder, expected)
     corpus = Corpus(source_files(config, log), config)
     settings |= {"files": len(corpus.files), "bytes": sum(corpus.sizes), "names_and_sizes": corpus.fingerprint()}
     if _is_prepared(folder, settings):
         return log(f"{done} and from files of the same names and sizes")
     tokenizer = get_tokenizer(config.tokenizer)
-    if not expected:
-        _check_space(folder, round(corpus.text_bytes() * TOKENS_PER_BYTE[config.tokenizer]))
     rows = held_out = None
     if config.val_files is None:
         rows = corpus.count_rows()
-        _check_expected(config, "documents", sum(rows))
+        _check_documents(config, sum(rows))
         held_out = hold_out(sum(rows), config.val_fraction, config.split_seed)
     with TokenWriter(folder, settings) as writer:
         if writer.position:
             log(f"continuing after {_tally(writer)}")
-        batches = _batches(corpus.documents(tuple(writer.position or (0, 0)), rows))
-        encoded = _encode_all(batches, tokenizer, held_out, config.workers or os.cpu_count() or 1)
+        documents = corpus.documents(tuple(writer.position or (0, 0)), rows)
+        encoded = _encode_all(documents, tokenizer, held_out, config.workers or os.cpu_count() or 1)
         _write(writer, encoded, corpus.sizes, log)
-        _check_expected(config, "tokens", sum(count["tokens"] for count in writer.counts.values()))
-        meta = writer.finish(config.tokenizer, settings)
-    shares = ", ".join(f"{count['tokens']:,} in {split}.bin" for split, count in meta["counts"].items())
+        writer.finish(config.tokenizer)
+    shares = ", ".join(f"{count['tokens']:,} in {split}.bin" for split, count in writer.counts.items())
     log(f"{folder}: {_tally(writer)}: {shares}")
 
 
@@ -103,10 +93,9 @@ def hold_out(rows: int, fraction: float, seed: int) -> np.ndarray:
 def _settings(config: DataConfig) -> dict:
     """Return the settings that the token files depend on."""
     names = ["name", "source", "hub_id", "hub_revision", "hub_files", "text_column", "document_start"]
-    names += ["train_files", "val_files"]
-    if config.val_files is None:
-        names += ["val_fraction", "split_seed"]
-    return {name: getattr(config, name) for name in (*names, "tokenizer")}
+    names += ["train_files", "val_files", "tokenizer"]
+    names += ["val_fraction", "split_seed"] if config.val_files is None else []
+    return {name: getattr(config, name) for name in names}
 
 
 def _is_prepared(folder: Path, settings: dict) -> bool:
@@ -118,32 +107,12 @@ def _is_prepared(folder: Path, settings: dict) -> bool:
     return has_files(folder)
 
 
-def _check_space(folder: Path, tokens: int) -> None:
-    """Raise UserError if token files of about that many tokens do not fit on the disk."""
-    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    unfinished = sum(path.stat().st_size for path in (folder / "unfinished").glob("*.bin"))
-    needed, free = tokens * DTYPE.itemsize - unfinished, shutil.disk_usage(place).free
-    if needed > free:
+def _check_documents(config: DataConfig, total: int) -> None:
+    """Raise UserError if a hub corpus does not have the known number of documents."""
+    if config.source is None and config.expected_documents not in (None, total):
         raise UserError(
-            f"{folder} needs about {needed / 1e9:.2f} GB more for {tokens:,} tokens, and its disk has "
-            f"{free / 1e9:.2f} GB left; make room, or set data.dir to another disk"
-        )
-
-
-def _expected(config: DataConfig, key: str) -> int | None:
-    """Return the known number of documents or tokens of the corpus, or None."""
-    if config.source or (key == "tokens" and config.tokenizer != "gpt2"):
-        return None
-    return getattr(config, f"expected_{key}")
-
-
-def _check_expected(config: DataConfig, key: str, total: int) -> None:
-    """Raise UserError if a hub corpus does not have the known number of documents or tokens."""
-    expected = _expected(config, key)
-    if expected not in (None, total):
-        raise UserError(
-            f"{config.hub_id} has {total:,} {key}, but revision {config.hub_revision} has {expected:,}; delete its "
-            f"files in the hub's cache and in {config.dir}, and prepare it again"
+            f"{config.hub_id} has {total:,} documents, but revision {config.hub_revision} has "
+            f"{config.expected_documents:,}; delete its files in the hub's cache, and prepare it again"
         )
 
 
@@ -160,12 +129,12 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
 
 
 def _encode_all(
-    batches: Iterable[list[Document]], tokenizer: Tokenizer, held_out: np.ndarray | None, workers: int
+    documents: Iterator[Document], tokenizer: Tokenizer, held_out: np.ndarray | None, workers: int
 ) -> Iterator[Encoded]:
-    """Yield the batches as tokens, in order. Threads suffice, because the tokenizer releases the GIL."""
+    """Yield the documents as tokens, in order. Threads suffice, because the tokenizer releases the GIL."""
     pool, pending = ThreadPoolExecutor(workers), deque()
     try:
-        for batch in batches:
+        for batch in _batches(documents):
             pending.append(pool.submit(_encode, batch, tokenizer, held_out))
             if len(pending) > 2 * workers:
                 yield pending.popleft().result()
@@ -184,7 +153,7 @@ def _encode(batch: list[Document], tokenizer: Tokenizer, held_out: np.ndarray | 
                 parts[split].append(tokenizer.encode_document(document.text))
             except UserError as error:
                 raise UserError(f"{document.place}: {error}") from error
-    blocks = {split: b"".join(part.astype(DTYPE, copy=False).tobytes() for part in parts[split]) for split in SPLITS}
+    blocks = {split: b"".join(part.tobytes() for part in parts[split]) for split in SPLITS}
     documents = {split: len(parts[split]) for split in SPLITS}
     return Encoded(blocks, documents, len(batch) - sum(documents.values()), batch[-1].after, batch[-1].bytes_read)
 
@@ -211,9 +180,8 @@ def _write(writer: TokenWriter, batches: Iterable[Encoded], sizes: list[int], lo
 
 
 def _tally(writer: TokenWriter) -> str:
-    documents, tokens = (sum(count[key] for count in writer.counts.values()) for key in ("documents", "tokens"))
     skipped = f" ({writer.skipped:,} empty ones skipped)" if writer.skipped else ""
-    return f"{documents:,} documents{skipped}, {tokens:,} tokens"
+    return f"{writer.total('documents'):,} documents{skipped}, {writer.total('tokens'):,} tokens"
 
 
 if __name__ == "__main__":

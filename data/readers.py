@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -26,7 +26,7 @@ ENDINGS = (".parquet", *PLAIN, *(plain + packed for plain in PLAIN for packed in
 
 
 class Row(NamedTuple):
-    """A row of a file: its number from 0, its text if any, and the share of the file that is read so far."""
+    """A row of a file, and the share of the file that is read so far."""
 
     number: int
     text: str | None
@@ -51,11 +51,7 @@ class Document(NamedTuple):
 
 
 def find_files(source: str) -> list[Path]:
-    """Return the readable files of `source` (a file, folder or glob), sorted.
-
-    Raises:
-        UserError: no file matches.
-    """
+    """Return the readable files of `source` (a file, folder or glob), sorted. Raise UserError if there are none."""
     path = Path(source).expanduser()
     found = path.rglob("*") if path.is_dir() else map(Path, glob.glob(str(path), recursive=True))
     candidates = [path] if path.is_file() else found  # a file whose name has brackets is not a pattern
@@ -69,45 +65,42 @@ class Corpus:
     """The files of a corpus, in reading order."""
 
     def __init__(self, files: list[Path], config: DataConfig):
-        self.files = [file for file in files if _split(file, config) != "none"]
-        self.splits = [None if config.val_files is None else _split(file, config) for file in self.files]
-        if config.val_files is not None:
-            for split in ("train", "val"):
-                if split not in self.splits:
-                    pattern = getattr(config, f"{split}_files")
-                    raise UserError(f"data.{split}_files={pattern} matches no file; set it, or another data.source")
-        self.sizes = [_size(path) for path in self.files]
+        patterns = {"val": config.val_files, "train": config.train_files}
+        chosen = [(file, split) for file in files if (split := _split(file, patterns))]
+        self.files = [file for file, _ in chosen]
+        self.splits = [None if config.val_files is None else split for _, split in chosen]
+        for split, pattern in patterns.items():
+            if config.val_files is not None and split not in self.splits:
+                raise UserError(f"data.{split}_files={pattern} matches no file; set it, or another data.source")
+        self.sizes = []
+        for path in self.files:
+            with _named(path):
+                self.sizes.append(path.stat().st_size)
         self._column = config.text_column
         try:
             self._start = config.document_start and re.compile(config.document_start)
         except re.error as error:
-            raise UserError(
-                f"data.document_start={config.document_start} is not a regular expression ({error}); fix it"
-            ) from error
+            setting = f"data.document_start={config.document_start}"
+            raise UserError(f"{setting} is not a regular expression ({error}); fix it") from error
 
     def fingerprint(self) -> str:
         """Return a hash of the files' names, order and sizes."""
         listing = "".join(f"{path.name}\0{size}\n" for path, size in zip(self.files, self.sizes, strict=True))
         return hashlib.sha256(listing.encode(errors="surrogateescape")).hexdigest()
 
-    def text_bytes(self) -> int:
-        """Return an estimate of the bytes of text. Compressed files are assumed to hold four times their size."""
-        return sum(_text_bytes(path, self._column) for path in self.files)
-
     def count_rows(self) -> list[int]:
         """Return the rows of each file. Files other than parquet are read for this."""
         return [self._count(path) for path in self.files]
 
     def _count(self, path: Path) -> int:
-        if _is_text(path) and not self._start:
-            return 1
         number = 0
         with _named(path, lambda: number + 1):
             if path.suffix == ".parquet":
                 return pq.read_metadata(path).num_rows
-            with _open(path) as (lines, _):
-                for _ in lines:
-                    number += 1
+            if _is_text(path) and not self._start:
+                return 1
+            for _ in _read_lines(path, 0):
+                number += 1
         return number
 
     def documents(self, first: tuple[int, int] = (0, 0), rows: list[int] | None = None) -> Iterator[Document]:
@@ -152,10 +145,11 @@ class Corpus:
                 number += 1
 
 
-def _split(path: Path, config: DataConfig) -> str:
-    if config.val_files is not None and fnmatch.fnmatch(path.name, config.val_files):
-        return "val"
-    return "train" if fnmatch.fnmatch(path.name, config.train_files) else "none"
+def _split(path: Path, patterns: dict[str, str | None]) -> str | None:
+    for split, pattern in patterns.items():
+        if pattern is not None and fnmatch.fnmatch(path.name, pattern):
+            return split
+    return None
 
 
 def _is_text(path: Path) -> bool:
@@ -172,58 +166,50 @@ def _named(path: Path, row: Callable[[], int] = lambda: 1) -> Iterator[None]:
         raise UserError(f"{path} cannot be read from row {row()} on ({error}); fix or remove it") from error
 
 
-def _size(path: Path) -> int:
-    with _named(path):
-        return path.stat().st_size
-
-
-def _text_bytes(path: Path, column: str) -> int:
-    if path.suffix != ".parquet":
-        return _size(path) * (4 if path.suffix in CODECS else 1)
-    with _named(path):
-        file = pq.read_metadata(path)
-    chunks = (file.row_group(i).column(j) for i in range(file.num_row_groups) for j in range(file.num_columns))
-    return sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema == column)
-
-
 def _read_parquet(path: Path, column: str, first: int) -> Iterator[tuple[pa.Scalar, float]]:
     """Yield the values of `column` from row `first` on, each with the share of the file that is read so far."""
     with pq.ParquetFile(path) as file:
         columns = file.schema_arrow.names
         if column not in columns:
             raise UserError(f"{path} has no column {column}; set data.text_column to one of {', '.join(columns)}")
-        number, group = 0, 0
-        while group < file.num_row_groups and number + file.metadata.row_group(group).num_rows <= first:
-            number += file.metadata.row_group(group).num_rows
-            group += 1
-        groups = list(range(group, file.num_row_groups))
-        for batch in file.iter_batches(PARQUET_ROWS, columns=[column], row_groups=groups):
-            for value in batch.column(0):
-                if number >= first:
-                    yield value, (number + 1) / file.metadata.num_rows
-                number += 1
+        number = 0
+        for group in range(file.num_row_groups):
+            if number + (rows := file.metadata.row_group(group).num_rows) <= first:
+                number += rows
+                continue
+            for batch in file.iter_batches(PARQUET_ROWS, columns=[column], row_groups=[group]):
+                for value in batch.column(0):
+                    if number >= first:
+                        yield value, (number + 1) / file.metadata.num_rows
+                    number += 1
 
 
-def _read_lines(path: Path, first: int, whole: bool) -> Iterator[tuple[bytes, float]]:
+def _read_lines(path: Path, first: int, whole: bool = False) -> Iterator[tuple[bytes, float]]:
     """Yield the lines from `first` on, or the whole file, each with the share of the file that is read so far."""
-    with _open(path) as (file, share):
-        for line in islice([file.read()] if whole else file, first, None):
-            yield line, share()
+    size, codec = path.stat().st_size or 1, CODECS.get(path.suffix)
+    with open(path, "rb") as raw:
+        unpacked = io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), codec)) if codec else raw
+        with unpacked as file:
+            for line in islice([file.read()] if whole else file, first, None):
+                yield line, raw.tell() / size
 
 
 def _parse(value: bytes | pa.Scalar, path: Path, place: str, column: str) -> str | None:
     """Return the text of a row, or None for a null or an empty JSON line."""
     if _is_text(path):
         return value.decode("utf-8")
-    text = value.as_py() if isinstance(value, pa.Scalar) else _json_value(value, place, column)
+    if isinstance(value, pa.Scalar):
+        text = value.as_py()
+    elif not value.strip():
+        text = None
+    else:
+        text = _json_value(value, place, column)
     if not isinstance(text, str | None):
         raise UserError(f"{place} holds {type(text).__name__} in {column}, not text; set data.text_column")
     return text
 
 
 def _json_value(line: bytes, place: str, column: str) -> object:
-    if not line.strip():
-        return None
     try:
         row = json.loads(line)
     except UnicodeDecodeError:
@@ -235,13 +221,3 @@ def _json_value(line: bytes, place: str, column: str) -> object:
     if column not in row:
         raise UserError(f"{place} has no key {column}; set data.text_column to one of {', '.join(row)}")
     return row[column]
-
-
-@contextmanager
-def _open(path: Path) -> Iterator[tuple[IO[bytes], Callable[[], float]]]:
-    """Open a file for reading its uncompressed bytes, with a function that returns the share that is read so far."""
-    size, codec = path.stat().st_size or 1, CODECS.get(path.suffix)
-    with open(path, "rb") as raw:
-        unpacked = io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), codec)) if codec else raw
-        with unpacked as file:
-            yield file, lambda: raw.tell() / size

@@ -13,36 +13,29 @@ from data.token_files import TokenWriter, has_files, read_meta
 from data.tokenizers import get_tokenizer
 from errors import UserError
 
+LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 SKIPPED_FOLDERS = {"test", "tests", "idlelib", "site-packages", "dist-packages", "__pycache__"}
 
 
 def build(config: DataConfig) -> None:
     """Tokenize the standard library into `config.dir`, one document per file.
 
-    Do nothing if the same Python already did so with the same settings.
-
-    Raises:
-        UserError: `config.dir` holds another corpus.
+    Do nothing if the same Python already did so with the same settings. Raise UserError if it holds another corpus.
     """
     folder = Path(config.dir).expanduser()
     files = source_files()
-    source = {
-        "name": "stdlib",
-        "python": platform.python_version(),
-        "files": len(files),
-        "val_fraction": config.val_fraction,
-        "split_seed": config.split_seed,
-    }
+    source = {"name": "stdlib", "python": platform.python_version(), "files": len(files)}
+    source |= {"val_fraction": config.val_fraction, "split_seed": config.split_seed}
     meta = read_meta(folder)
     if meta and meta["source"].get("name") != "stdlib":
         raise UserError(f"{folder} holds another corpus than the standard library; choose another data.dir")
     if meta and meta["source"] == source and meta["tokenizer"] == config.tokenizer and has_files(folder):
         return
     tokenizer = get_tokenizer(config.tokenizer)
-    with TokenWriter(folder, source, resume=False) as writer:
+    with TokenWriter(folder, source) as writer:
         for name, text in read_files(files):
             writer.write(split_of(name, config), tokenizer.encode_document(text).tobytes(), 1)
-        writer.finish(tokenizer.name, source)
+        writer.finish(tokenizer.name)
 
 
 def split_of(document: str, config: DataConfig) -> str:
@@ -51,18 +44,12 @@ def split_of(document: str, config: DataConfig) -> str:
     return "val" if int.from_bytes(digest[:8]) < config.val_fraction * 2**64 else "train"
 
 
-def library_folder() -> Path:
-    """Return the folder of the running Python's standard library."""
-    return Path(sysconfig.get_paths()["stdlib"])
-
-
 def source_files() -> list[str]:
     """Return the sorted paths of the library's modules relative to its folder, with forward slashes, without tests."""
-    root = library_folder()
     found = []
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]
-        found += [(Path(folder) / name).relative_to(root).as_posix() for name in names if name.endswith(".py")]
+    for folder, subfolders, names in os.walk(LIBRARY):
+        subfolders[:] = set(subfolders) - SKIPPED_FOLDERS
+        found += [(Path(folder) / name).relative_to(LIBRARY).as_posix() for name in names if name.endswith(".py")]
     return sorted(found)
 
 
@@ -70,7 +57,7 @@ def read_files(files: list[str]) -> Iterator[tuple[str, str]]:
     """Yield path and text of each file that can be decoded with the encoding it declares."""
     for name in files:
         try:
-            with tokenize.open(library_folder() / name) as file:
+            with tokenize.open(LIBRARY / name) as file:
                 yield name, file.read()
         except (SyntaxError, UnicodeDecodeError):
             continue

@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -24,25 +24,21 @@ DTYPE = np.dtype("<u2")
 
 
 def read_meta(folder: Path) -> dict | None:
-    """Return the content of `folder`/meta.json, or None if there is no such file.
-
-    Raises:
-        UserError: the file does not describe token files.
-    """
+    """Return the content of `folder`/meta.json, or None if there is no such file."""
     path = folder / "meta.json"
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
         types = [(meta["tokenizer"], str), (meta["source"], dict)]
         types += [(meta["counts"][split]["tokens"], int) for split in SPLITS]
+        if all(isinstance(value, kind) for value, kind in types):
+            return meta
     except FileNotFoundError:
         return None
     except NotADirectoryError as error:
         raise UserError(f"data.dir={folder} is a file; give the folder of the token files") from error
     except (ValueError, LookupError, TypeError):
-        types = [(None, dict)]
-    if not all(isinstance(value, kind) for value, kind in types):
-        raise UserError(f"{path} does not describe token files; delete it, or set another data.dir")
-    return meta
+        pass
+    raise UserError(f"{path} does not describe token files; delete it, or set another data.dir")
 
 
 def has_files(folder: Path) -> bool:
@@ -50,18 +46,18 @@ def has_files(folder: Path) -> bool:
     return all((folder / f"{split}.bin").is_file() for split in SPLITS)
 
 
-class TokenWriter:
+class TokenWriter(AbstractContextManager):
     """Write train.bin and val.bin in `folder`/unfinished, so that a killed process can be continued.
 
-    Each `save` makes the tokens so far durable. The next process cuts off tokens written after the last `save`.
-    `finish` moves the files to `folder`, meta.json last.
+    `settings` are those that the files depend on. Each `save` makes the tokens so far durable. The next process cuts
+    off tokens written after the last `save`. `finish` moves the files to `folder`, meta.json last.
 
     Raises:
         UserError: another process writes there, the unfinished files were begun with other settings, or `folder`
             holds token files without a meta.json.
     """
 
-    def __init__(self, folder: Path, settings: dict, *, resume: bool = True):
+    def __init__(self, folder: Path, settings: dict):
         if read_meta(folder) is None and any((folder / f"{split}.bin").exists() for split in SPLITS):
             raise UserError(f"{folder} holds token files without a meta.json; choose another data.dir or delete them")
         self.folder, self.scratch, self.settings = folder, folder / "unfinished", settings
@@ -75,13 +71,11 @@ class TokenWriter:
             self._lock.acquire(timeout=0)
         except Timeout as error:
             raise UserError(f"another process writes to {self.scratch}; wait for it, or stop it") from error
-        if resume and (self.scratch / "progress.json").exists():
-            progress = json.loads((self.scratch / "progress.json").read_text(encoding="utf-8"))
+        if (saved := self.scratch / "progress.json").exists():
+            progress = json.loads(saved.read_text(encoding="utf-8"))
             if differing := differences(progress["settings"], settings):
-                raise UserError(
-                    f"{self.scratch} was begun with {differing}; "
-                    "finish that first, delete it, or choose another data.dir"
-                )
+                remedy = "finish that first, delete it, or choose another data.dir"
+                raise UserError(f"{self.scratch} was begun with {differing}; {remedy}")
             self.counts, self.position, self.skipped = progress["counts"], progress["position"], progress["skipped"]
         self._files = {split: self._open(split) for split in SPLITS}
 
@@ -100,52 +94,51 @@ class TokenWriter:
         self.counts[split]["tokens"] += len(block) // DTYPE.itemsize
         self.counts[split]["documents"] += documents
 
+    def total(self, key: str) -> int:
+        """Return the tokens or documents of both splits."""
+        return sum(count[key] for count in self.counts.values())
+
     def save(self) -> None:
-        """Make everything written so far durable, with `position` as the place to continue."""
+        """Make everything written so far durable, with `position`, if set, as the place to continue."""
+        progress = {"settings": self.settings, "counts": self.counts, "position": self.position}
         with self._disk():
             for file in self._files.values():
                 file.flush()
                 os.fsync(file.fileno())
-            progress = {"counts": self.counts, "position": self.position, "skipped": self.skipped}
-            self._write_json("progress.json", {"settings": self.settings} | progress)
+            if self.position:
+                self._write_json("progress.json", progress | {"skipped": self.skipped})
 
     @contextmanager
     def _disk(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            raise UserError(
-                f"{self.scratch} cannot be written ({error.strerror}); make room, and run the same command to continue"
-            ) from error
+            remedy = "make room, and run the same command to continue"
+            raise UserError(f"{self.scratch} cannot be written ({error.strerror}); {remedy}") from error
 
-    def finish(self, tokenizer: str, source: dict) -> dict:
-        """Move the files to `folder` and return the content of meta.json.
-
-        Raises:
-            UserError: a split has no documents. The unfinished files are deleted.
-        """
+    def finish(self, tokenizer: str) -> None:
+        """Move the files to `folder`. If a split has no documents, delete them and raise UserError."""
         self._check_splits()
         self.save()
-        meta = {"tokenizer": tokenizer, "vocab_size": vocab_size(tokenizer), "source": source, "counts": self.counts}
-        meta["sha256"] = {f"{split}.bin": checksum(self.scratch / f"{split}.bin") for split in SPLITS}
-        self._write_json("meta.json", meta)
+        sha256 = {f"{split}.bin": checksum(self.scratch / f"{split}.bin") for split in SPLITS}
+        meta = {"tokenizer": tokenizer, "vocab_size": vocab_size(tokenizer), "source": self.settings}
+        with self._disk():
+            self._write_json("meta.json", meta | {"counts": self.counts, "sha256": sha256})
         self.close()
         publish(self.folder)
-        return meta
 
     def _check_splits(self) -> None:
-        documents = {split: self.counts[split]["documents"] for split in SPLITS}
-        if all(documents.values()):
+        if all(count["documents"] for count in self.counts.values()):
             return
         self.close()
         shutil.rmtree(self.scratch)
-        total = sum(documents.values())
+        total = self.total("documents")
         if total < len(SPLITS):
             raise UserError(
                 "the corpus has fewer than 2 documents, but train.bin and val.bin need one each; give more text, or "
                 "set data.document_start (without it, a .txt file, a .jsonl line and a .parquet row are one document)"
             )
-        empty, change = ("val", "raise") if documents["train"] else ("train", "lower")
+        empty, change = ("val", "raise") if self.counts["train"]["documents"] else ("train", "lower")
         raise UserError(f"none of the {total} documents fell into {empty}.bin; {change} data.val_fraction")
 
     def _write_json(self, name: str, content: dict) -> None:
@@ -160,9 +153,6 @@ class TokenWriter:
         for file in self._files.values():
             file.close()
         self._lock.release()
-
-    def __enter__(self) -> "TokenWriter":
-        return self
 
     def __exit__(self, *_) -> None:
         self.close()

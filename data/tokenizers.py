@@ -8,7 +8,7 @@ import numpy as np
 import tiktoken
 
 from data.patience import within
-from errors import UserError
+from errors import UserError, check_choice, described
 
 LOAD_TIMEOUT_S = 10.0
 
@@ -73,10 +73,9 @@ class GPT2Tokenizer(Tokenizer):
             # tiktoken downloads without a time-out. On a network that drops packets it would hang for minutes.
             self._encoding = within(LOAD_TIMEOUT_S, lambda: tiktoken.get_encoding("gpt2"))
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}"[:200]
             raise UserError(
-                f"GPT-2's vocabulary is not cached and cannot be downloaded ({reason}); set TIKTOKEN_CACHE_DIR to a "
-                "folder that holds it, or data.tokenizer=byte"
+                f"GPT-2's vocabulary is not cached and cannot be downloaded ({described(error)}); set "
+                "TIKTOKEN_CACHE_DIR to a folder that holds it, or data.tokenizer=byte"
             ) from error
 
     def encode_document(self, text: str) -> np.ndarray:
@@ -121,6 +120,5 @@ def end_of_text(name: str) -> int:
 
 
 def _tokenizer_class(name: str) -> type[Tokenizer]:
-    if name not in TOKENIZERS:
-        raise UserError(f"data.tokenizer={name} is unknown; choose one of {', '.join(TOKENIZERS)}")
+    check_choice("data.tokenizer", name, TOKENIZERS)
     return TOKENIZERS[name]

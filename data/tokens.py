@@ -38,10 +38,9 @@ def open_tokens(config: DataConfig) -> TokenSet:
     folder = Path(config.dir).expanduser()
     meta = read_meta(folder)
     if meta and meta["tokenizer"] != config.tokenizer:
-        raise UserError(
-            f"data.tokenizer={config.tokenizer} does not match {folder / 'meta.json'}, whose tokens are "
-            f"{meta['tokenizer']}'s; set data.tokenizer={meta['tokenizer']} or another data.dir"
-        )
+        problem = f"does not match {folder / 'meta.json'}, whose tokens are {meta['tokenizer']}'s"
+        remedy = f"set data.tokenizer={meta['tokenizer']} or another data.dir"
+        raise UserError(f"data.tokenizer={config.tokenizer} {problem}; {remedy}")
     maps = {split: _open_split(folder / f"{split}.bin", meta, config) for split in SPLITS}
     return TokenSet(**maps, tokenizer=config.tokenizer, vocab_size=vocab_size(config.tokenizer), dir=folder)
 

@@ -25,7 +25,7 @@ def write(writer, documents):
 def write_all(folder, documents=DOCUMENTS):
     with TokenWriter(folder, SETTINGS) as writer:
         write(writer, documents)
-        return writer.finish("byte", SETTINGS)
+        return writer.finish("byte")
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def test_a_writer_goes_on_where_it_was_last_saved(tmp_path):
     with TokenWriter(tmp_path, SETTINGS) as writer:
         assert writer.position == [0, 2]
         write(writer, DOCUMENTS[2:])
-        writer.finish("byte", SETTINGS)
+        writer.finish("byte")
     tokens = open_tokens(config_of(tmp_path))
     assert (tokens.train.tolist(), tokens.val.tolist()) == ([1, 2, 3, 256, 256, 5, 6, 256], [4, 256])
     assert sorted(file.name for file in tmp_path.iterdir()) == ["meta.json", "train.bin", "val.bin"]

@@ -95,7 +95,7 @@ def corpus(tmp_path_factory, gpt2_tokenizer):
         for split in ("train", "val"):
             for text in TEXTS:
                 writer.write(split, gpt2_tokenizer.encode_document(text).tobytes(), 1)
-        writer.finish("gpt2", {"name": "text"})
+        writer.finish("gpt2")
     return folder
 
 
