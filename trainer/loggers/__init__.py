@@ -1,10 +1,8 @@
 """Where metrics go: metrics.jsonl and the console always, wandb if it is on.
 
-Metrics are a flat dict of floats with the README's names ("train/loss", "perf/mfu", ...), logged with the step and the
-tokens seen. Evaluation metrics may come in the same call as training metrics or in a call of their own.
+Metrics are a flat dict of floats with the README's names, logged with the step and the tokens seen.
 """
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ __all__ = ["Loggers", "Metrics", "WandbConfig", "finite", "server_problem", "sta
 
 
 def start_loggers(
-    folder: str | os.PathLike[str],
+    folder: Path,
     *,
     max_steps: int,
     wandb: WandbConfig,
@@ -27,22 +25,17 @@ def start_loggers(
     resumed_step: int | None = None,
     console: Console | None = None,
 ) -> Loggers:
-    """Return the loggers of a run that writes to `folder`: metrics.jsonl, the console, and wandb unless disabled.
+    """Return the loggers of a run that writes to `folder`.
 
     `run_config` is the composed config as plain values. A run resumed at `resumed_step` continues metrics.jsonl after
     that step. A new run (None) in an old folder keeps the old file as metrics.previous.jsonl.
     """
     screen = ConsoleLogger(max_steps, console=console)
     remote = WandbLogger(wandb, run_config, folder, on_failure=screen.message)
-    path = Path(folder) / "metrics.jsonl"
-    try:
-        if resumed_step is not None:
-            truncate_after(path, resumed_step)
-        elif path.exists():
-            path.replace(path.with_name("metrics.previous.jsonl"))
-        rows = JsonlLogger(path, on_failure=screen.message)
-    except OSError:
-        remote.close(failed=True)
-        raise
+    path = folder / "metrics.jsonl"
+    if resumed_step is not None:
+        truncate_after(path, resumed_step)
+    elif path.exists():
+        path.replace(path.with_name("metrics.previous.jsonl"))
     # Loggers closes the last one first, so that wandb's last message still reaches the console.
-    return Loggers([rows, screen, remote])
+    return Loggers([JsonlLogger(path, on_failure=screen.message), screen, remote])

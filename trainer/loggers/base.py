@@ -2,9 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from types import TracebackType
-from typing import Self
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 Metrics = dict[str, float]
 
@@ -27,7 +25,7 @@ class Logger:
         """End the log; `failed` says whether the run failed. A second call does nothing."""
 
 
-class Loggers(Logger):
+class Loggers(Logger, AbstractContextManager):
     """Forward everything to each of the given loggers. The context ends by closing them."""
 
     def __init__(self, loggers: list[Logger]):
@@ -57,8 +55,5 @@ class Loggers(Logger):
             for logger in self._loggers:
                 stack.callback(logger.close, failed)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(failed=kind is not None)

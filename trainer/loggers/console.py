@@ -13,24 +13,6 @@ from rich.table import Column
 from trainer.loggers.base import Logger, Metrics
 
 
-class Pace:
-    """Seconds per step over the last `window` marks, including evaluation and saving."""
-
-    def __init__(self, window: int = 100, clock: Callable[[], float] = time.monotonic):
-        self._clock = clock
-        self._marks: deque[tuple[int, float]] = deque(maxlen=window)
-
-    def mark(self, step: int) -> None:
-        self._marks.append((step, self._clock()))
-
-    def seconds_for(self, steps: int) -> float | None:
-        """Return the expected duration of that many steps, or None before two different steps are marked."""
-        if not self._marks or self._marks[0][0] == self._marks[-1][0]:
-            return None
-        (first_step, began), (last_step, now) = self._marks[0], self._marks[-1]
-        return steps * (now - began) / (last_step - first_step)
-
-
 class _Screen(Console):
     def on_broken_pipe(self) -> None:
         """Go on after stdout was closed, as by `train.py | head`. rich would end the process."""
@@ -47,22 +29,22 @@ class ConsoleLogger(Logger):
 
     def __init__(self, max_steps: int, *, console: Console | None = None, clock: Callable[[], float] = time.monotonic):
         self.max_steps = max_steps
-        self._console = console or _Screen()
-        self._pace = Pace(clock=clock)
+        self._console, self._clock = console or _Screen(), clock
+        self._marks: deque[tuple[int, float]] = deque(maxlen=100)  # the recent steps and when they ended
         self._progress: Progress | None = None
 
     def log(self, step: int, tokens: int, metrics: Metrics) -> None:
-        self._pace.mark(step)
+        self._marks.append((step, self._clock()))
         where = f"step {step:>{len(str(self.max_steps))}}/{self.max_steps}"
         if "val/loss" in metrics:
             self.message("  ".join([where, *_fields(metrics, EVALUATION)]))
         if "train/loss" in metrics:
-            eta = f"ETA {_hours(self._pace.seconds_for(self.max_steps - step))}"
+            fields = _fields(metrics, TRAINING)
             if self._console.is_interactive:
                 with suppress(OSError):
-                    self._show(step, "  ".join([where, eta, *_fields(metrics, TRAINING)]))
+                    self._show(step, "  ".join([where, self._eta(), *fields]))
             else:
-                self.message("  ".join([where, *_fields(metrics, TRAINING), eta]))
+                self.message("  ".join([where, *fields, self._eta()]))
 
     def message(self, text: str) -> None:
         with suppress(OSError):
@@ -73,6 +55,14 @@ class ConsoleLogger(Logger):
             with suppress(OSError):
                 self._progress.stop()
             self._progress = None
+
+    def _eta(self) -> str:
+        """Return the time left at the pace of the recent steps, which includes evaluation and saving."""
+        (first_step, began), (step, now) = self._marks[0], self._marks[-1]
+        if step == first_step:
+            return "ETA -:--:--"
+        minutes, seconds = divmod(round((self.max_steps - step) * (now - began) / (step - first_step)), 60)
+        return f"ETA {minutes // 60}:{minutes % 60:02}:{seconds:02}"
 
     def _show(self, step: int, text: str) -> None:
         if self._progress is None:
@@ -98,13 +88,6 @@ def _thousands(x: float) -> str:
         if x >= size:
             return f"{x / size:.0f}{suffix}" if x >= 10 * size else f"{x / size:.1f}{suffix}"
     return f"{x:.0f}"
-
-
-def _hours(seconds: float | None) -> str:
-    if seconds is None:
-        return "-:--:--"
-    minutes, s = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{s:02}"
 
 
 TRAINING: dict[str, Callable[[float], str]] = {

@@ -1,9 +1,8 @@
 """metrics.jsonl: one JSON object a line."""
 
 import json
-import math
-import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from trainer.loggers.base import Logger, Metrics, finite
@@ -15,10 +14,10 @@ class JsonlLogger(Logger):
     NaN and infinity become null. `on_failure` reports once if the disk refuses a row; the next `log` tries again.
     """
 
-    def __init__(self, path: str | os.PathLike[str], on_failure: Callable[[str], None] = print):
-        self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self.path.open("ab")
+    def __init__(self, path: Path, on_failure: Callable[[str], None]):
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("ab")
         self._on_failure, self._has_failed = on_failure, False
 
     def log(self, step: int, tokens: int, metrics: Metrics) -> None:
@@ -42,15 +41,10 @@ def truncate_after(path: Path, step: float) -> None:
     """Remove the rows after `step`, and the incomplete last line of a killed run. The file is replaced atomically."""
     if not path.exists():
         return
-    kept = [line for line in path.read_bytes().splitlines() if _logged_step(line) <= step]
     shorter = path.with_name(path.name + ".tmp")
-    shorter.write_bytes(b"".join(line + b"\n" for line in kept))
-    os.replace(shorter, path)
-
-
-def _logged_step(line: bytes) -> float:
-    """Return the step of a row, or NaN for an incomplete line: NaN <= step is false."""
-    try:
-        return float(json.loads(line)["step"])
-    except (ValueError, TypeError, KeyError):
-        return math.nan
+    with path.open("rb") as old, shorter.open("wb") as new:
+        for line in old:
+            with suppress(ValueError, TypeError, KeyError):  # an incomplete line is not a row
+                if json.loads(line)["step"] <= step:
+                    new.write(line.rstrip(b"\n") + b"\n")
+    shorter.replace(path)

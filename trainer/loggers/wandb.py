@@ -1,6 +1,5 @@
 """Weights & Biases: the same metrics, plotted against tokens."""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,9 +7,6 @@ from typing import Any
 
 from errors import UserError, check_choice, described
 from trainer.loggers.base import Logger, Metrics
-
-INIT_TIMEOUT_S = 7.0  # wandb's default is 90 s
-FINISH_TIMEOUT_S = 60.0  # wandb's default has no limit
 
 
 @dataclass
@@ -43,14 +39,10 @@ class WandbLogger(Logger):
     """
 
     def __init__(
-        self,
-        config: WandbConfig,
-        run_config: dict[str, Any],
-        folder: str | os.PathLike[str],
-        on_failure: Callable[[str], None] = print,
+        self, config: WandbConfig, run_config: dict[str, Any], folder: Path, on_failure: Callable[[str], None]
     ):
-        self._on_failure, self._folder = on_failure, Path(folder)
-        self._run = None if config.mode == "disabled" else _start_run(config, run_config, Path(folder))
+        self._on_failure, self._folder = on_failure, folder
+        self._run = None if config.mode == "disabled" else _start_run(config, run_config, folder)
 
     def log(self, step: int, tokens: int, metrics: Metrics) -> None:
         self._attempt(lambda run: run.log({"step": step, "tokens": tokens} | metrics, step=step))
@@ -82,8 +74,8 @@ def _start_run(config: WandbConfig, run_config: dict[str, Any], folder: Path) ->
             root_dir=str(folder),
             silent=True,
             console="off",
-            init_timeout=INIT_TIMEOUT_S,
-            finish_timeout=FINISH_TIMEOUT_S,
+            init_timeout=7.0,  # seconds; wandb's default is 90
+            finish_timeout=60.0,  # wandb's default has no limit
             finish_timeout_raises=True,
         )
         if config.mode == "online" and (problem := server_problem(settings)):

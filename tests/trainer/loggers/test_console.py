@@ -1,29 +1,25 @@
 import math
 from contextlib import suppress
 
-import pytest
 from rich.console import Console
 
 from tests.helpers.consoles import plain_console, printed, terminal
-from trainer.loggers.console import ConsoleLogger, Pace
+from trainer.loggers.console import ConsoleLogger
 
 
 def test_eta_is_the_recent_pace_times_the_steps_left():
-    now = [0.0]
-    pace = Pace(window=3, clock=lambda: now[0])
-    assert pace.seconds_for(100) is None
-    now[0] = 300.0  # the first step compiled for five minutes
-    pace.mark(1)
-    assert pace.seconds_for(100) is None
-    now[0] += 9.0
-    pace.mark(10)
-    assert pace.seconds_for(100) == pytest.approx(100)
-    now[0] += 30.0  # ten steps and an evaluation
-    pace.mark(20)
-    assert pace.seconds_for(190) == pytest.approx(39 / 19 * 190)
-    now[0] += 10.0
-    pace.mark(30)  # the window forgets step 1
-    assert pace.seconds_for(100) == pytest.approx(40 / 20 * 100)
+    now, etas = [0.0], []
+    log = ConsoleLogger(1000, console=plain_console(), clock=lambda: now[0])
+    log.message = lambda line: etas.append(line.split("ETA ")[1])
+    for step, seconds in ((1, 300), (10, 9), (20, 30)):  # the first step compiles, and step 20 is evaluated
+        now[0] += seconds
+        log.log(step, step, {"train/loss": 1.0})
+    assert etas == ["-:--:--", "0:16:30", "0:33:32"]  # 990 steps at 9/9 s, 980 at 39/19
+    for step in range(21, 121):  # The first of the recent 100 steps is then step 21.
+        now[0] += 2.0
+        log.log(step, step, {"train/loss": 1.0})
+    assert etas[-1] == "0:29:20"  # 880 steps at 2 s
+    log.log(120, 120, {"train/loss": 1.0})
 
 
 def test_a_plain_line():

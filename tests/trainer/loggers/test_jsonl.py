@@ -16,13 +16,13 @@ def rows(path: Path) -> list[dict]:
 
 
 def test_rows_are_on_disk_at_once(tmp_path):
-    log = JsonlLogger(tmp_path / "new" / "metrics.jsonl")
+    log = JsonlLogger(tmp_path / "new" / "metrics.jsonl", on_failure=print)
     log.log(10, 5120, {"train/loss": 3.5})
     assert rows(log.path) == [{"step": 10, "tokens": 5120, "train/loss": 3.5}]
 
 
 def test_values_that_are_not_finite_become_null(tmp_path):
-    log = JsonlLogger(tmp_path / "metrics.jsonl")
+    log = JsonlLogger(tmp_path / "metrics.jsonl", on_failure=print)
     log.log(1, 2, {"train/loss": math.nan, "train/perplexity": math.inf, "train/lr": 0.1})
     assert rows(log.path) == [{"step": 1, "tokens": 2, "train/loss": None, "train/perplexity": None, "train/lr": 0.1}]
 
@@ -31,7 +31,7 @@ def test_rows_after_a_checkpoint_are_removed(tmp_path):
     path = tmp_path / "metrics.jsonl"
     truncate_after(path, 20)
     assert not path.exists()
-    log = JsonlLogger(path)
+    log = JsonlLogger(path, on_failure=print)
     for step in (10, 20, 30):
         log.log(step, step, {})
     log.close()
@@ -45,7 +45,7 @@ def test_an_incomplete_last_line_is_removed(tmp_path, torn):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 10, "tokens": 10}\n' + torn)
     truncate_after(path, 10)
-    log = JsonlLogger(path)
+    log = JsonlLogger(path, on_failure=print)
     log.log(20, 20, {})
     assert [row["step"] for row in rows(path)] == [10, 20]
 

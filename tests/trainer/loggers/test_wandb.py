@@ -43,8 +43,9 @@ def test_bad_settings_are_refused(field, value):
 def test_disabled_does_not_import_wandb(tmp_path):
     code = """if True:
         import sys
+        from pathlib import Path
         from trainer.loggers import WandbConfig, start_loggers
-        with start_loggers("out", max_steps=2, wandb=WandbConfig(mode="disabled"), run_config={}) as loggers:
+        with start_loggers(Path("out"), max_steps=2, wandb=WandbConfig(mode="disabled"), run_config={}) as loggers:
             loggers.log(1, 10, {"train/loss": 1.0})
         assert "wandb" not in sys.modules
         """
@@ -54,8 +55,10 @@ def test_disabled_does_not_import_wandb(tmp_path):
 
 def test_offline_writes_a_run_below_the_output_folder_and_nowhere_else(tmp_path):
     code = """if True:
+        from pathlib import Path
         from trainer.loggers import WandbConfig, start_loggers
-        with start_loggers("out", max_steps=2, wandb=WandbConfig(tags=["a"]), run_config={"train": {"seed": 1}}) as log:
+        config = WandbConfig(tags=["a"])
+        with start_loggers(Path("out"), max_steps=2, wandb=config, run_config={"train": {"seed": 1}}) as log:
             log.log(1, 10, {"train/loss": 1.0})
             log.log(1, 10, {"val/loss": float("nan")})
             log.log(2, 20, {"train/loss": 0.5})
@@ -99,10 +102,11 @@ def test_the_users_group_and_tags_are_kept(workplace):
 REFUSED_ONLINE = """if True:
     import time
     began = time.monotonic()
+    from pathlib import Path
     from errors import UserError
     from trainer.loggers import WandbConfig, start_loggers
     try:
-        start_loggers("out", max_steps=2, wandb=WandbConfig(mode="online"), run_config={})
+        start_loggers(Path("out"), max_steps=2, wandb=WandbConfig(mode="online"), run_config={})
     except UserError as error:
         assert time.monotonic() - began < 15
         print(error)
@@ -163,8 +167,9 @@ def test_a_wandb_failure_is_reported_once(tmp_path, monkeypatch):
 
 def test_a_process_ends_normally_after_wandb_failed(tmp_path):
     code = """if True:
+        from pathlib import Path
         from trainer.loggers.wandb import WandbConfig, WandbLogger
-        log = WandbLogger(WandbConfig(), {}, "out")
+        log = WandbLogger(WandbConfig(), {}, Path("out"), print)
         log.log(1, 10, {"train/loss": 1.0})
         log.log(2, 20, {3: object()})
         log.log(3, 30, {"train/loss": 2.0})
