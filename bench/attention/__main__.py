@@ -61,8 +61,6 @@ class AttentionSettings:
     """Start no further shape after this time."""
     out: Path | None = None
     """Results file. By default only a run of all shapes and variants writes bench/results/<this GPU>/attention.json."""
-    fa3_library: str | None = None
-    """FlashAttention-3 as a bare library, as in the xformers wheel."""
     explain: bool = False
     """Only print what flash2 would launch for each shape."""
     arch: str | None = None
@@ -123,7 +121,7 @@ def own_shape(settings: AttentionSettings) -> AttentionShape:
 
 def chosen_variants(settings: AttentionSettings) -> dict[str, Attention]:
     """Return the variants that the settings ask for, and the user's function under its own name."""
-    variants = available(settings.fa3_library)
+    variants = available()
     wanted = list(variants) if settings.variants is None else settings.variants
     check_choice("variants", wanted, variants)
     chosen = {name: variants[name] for name in wanted}

@@ -7,10 +7,8 @@ which writes dq, dk and dv into one gradient. The others are not charged for gat
 B batch, T sequence length, H query heads, G key/value heads, D head size.
 """
 
-import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -18,7 +16,6 @@ from torch import Tensor
 from torch._functorch import config as functorch_config
 
 from bench.attention.shapes import DTYPES, AttentionShape
-from errors import UserError
 from kernels.flash2 import flash2, flash2_packed
 from kernels.naive.definition import standard_attention
 from model.attention import Attention, Sdpa
@@ -27,51 +24,15 @@ from model.attention.libraries import fa2, fa3, flex, is_installed
 HEADS_FIRST = "naive", "pytorch", "fused_softmax", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flex"
 
 
-class _LibraryFA3(torch.autograd.Function):
-    """FlashAttention-3's bare operators, as a loaded library registers them."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, causal, scale):
-        out, logsumexp, *_ = torch.ops.flash_attn_3.fwd(q, k, v, softmax_scale=scale, is_causal=causal)
-        ctx.save_for_backward(q, k, v, out, logsumexp)
-        ctx.options = {"softmax_scale": scale, "is_causal": causal}
-        return out
-
-    @staticmethod
-    def backward(ctx, dout):
-        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in ctx.saved_tensors[:3])
-        torch.ops.flash_attn_3.bwd(dout, *ctx.saved_tensors, dq=dq, dk=dk, dv=dv, **ctx.options)
-        return dq, dk, dv, None, None
-
-
-def load_fa3(library: Path) -> Attention:
-    """Load FlashAttention-3 from a bare library, such as xformers/flash_attn_3/_C.so of the xformers wheel."""
-    runtime = library.parent / "libcudart.so.12"
-    try:
-        # The library needs CUDA 12's runtime, which a torch for CUDA 13 does not load.
-        ctypes.CDLL(str(runtime) if runtime.exists() else runtime.name, mode=ctypes.RTLD_GLOBAL)
-        torch.ops.load_library(library)
-    except OSError as error:
-        raise UserError(
-            f"fa3_library={library} cannot be loaded ({error}); put libcudart.so.12 beside it or on the library path"
-        ) from error
-    return lambda q, k, v, *, causal, scale: _LibraryFA3.apply(q, k, v, causal, scale)
-
-
-def available(fa3_library: str | Path | None = None) -> dict[str, Attention]:
-    """Return the variants of this machine by name. Whether its GPU can run them shows when they are tried.
-
-    FlashAttention-3 comes from `fa3_library` or from the installed package.
-    """
+def available() -> dict[str, Attention]:
+    """Return the variants of this machine by name. Whether its GPU can run them shows when they are tried."""
     functorch_config.donated_buffer = False  # otherwise flex's backward runs only once per forward
     variants = {"naive": standard_attention}
     variants |= {f"sdpa_{backend}": Sdpa(backend) for backend in ("flash", "cudnn", "efficient")}
     variants |= {"flex": flex, "flash2": flash2}
     if is_installed("flash_attn"):
         variants["fa2"] = fa2
-    if fa3_library:
-        variants["fa3"] = load_fa3(Path(fa3_library))
-    elif is_installed("flash_attn_interface"):
+    if is_installed("flash_attn_interface"):
         variants["fa3"] = fa3
     return variants
 

@@ -12,7 +12,7 @@ from model.attention import VARIANTS, Attention, AttentionConfig, build_attentio
 
 def known(settings: PaperSettings) -> dict[str, Attention]:
     """Return the attentions of bench.attention on this machine and the papers' baselines."""
-    return {**available(settings.fa3_library), **BASELINES}
+    return {**available(), **BASELINES}
 
 
 def attention_named(name: str, settings: PaperSettings) -> Attention:

@@ -119,7 +119,7 @@ def missing(cells: list[dict], rows: list[dict]) -> list[dict]:
 
 def measure(table: str, cell: dict, settings: PaperSettings) -> list[dict]:
     """Measure a cell in a process of its own and return its rows. A failure of the process adds a row."""
-    paths = {key: os.path.abspath(path) for key in ("tokens", "fa3_library") if (path := getattr(settings, key))}
+    paths = {"tokens": os.path.abspath(settings.tokens)} if settings.tokens else {}
     given = json.dumps({"cell": cell, "settings": asdict(settings) | paths})  # the process runs in another directory
     on_cpu = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}  # the shapes are tiny
     variables = os.environ | ({} if torch.cuda.is_available() else on_cpu)

@@ -28,8 +28,6 @@ class PaperSettings:
     """Folder of GPT-2 tokens from data.prepare; table gpt2 then also trains on them and compares perplexities."""
     steps: int = 300
     """Optimizer steps of each of these training runs."""
-    fa3_library: str | None = None
-    """FlashAttention-3 as a bare library, as in the xformers wheel, for table kernels."""
 
     def __post_init__(self):
         check_choice("table", self.table, [*TABLES, "all"])
@@ -38,6 +36,5 @@ class PaperSettings:
         check_positive(self, "timeout_s", most=1_000_000)
         if self.size == "smoke" and self.gpu:
             raise UserError(f"gpu={self.gpu} names a folder for size=full; leave gpu out with size=smoke")
-        for key, file in (("tokens", "train.bin"), ("fa3_library", "")):
-            if (given := getattr(self, key)) and not (Path(given) / file).is_file():
-                raise UserError(f"{key}={given} is unusable: {Path(given) / file} does not exist; name another {key}")
+        if self.tokens and not (file := Path(self.tokens) / "train.bin").is_file():
+            raise UserError(f"tokens={self.tokens} is unusable: {file} does not exist; name another folder")

@@ -1,9 +1,7 @@
-import pytest
 import torch
 
-from bench.attention.contenders import available, bind, draw_inputs, load_fa3
+from bench.attention.contenders import available, bind, draw_inputs
 from bench.attention.shapes import AttentionShape
-from errors import UserError
 from kernels.flash2 import flash2
 from kernels.naive.definition import standard_attention
 from tests.bench.stopwatch import TINY, measure
@@ -29,8 +27,3 @@ def test_torchs_variants_get_heads_first_and_the_others_tokens_first():
     data = draw_inputs(TINY, "cpu")
     (q, *_), (mine, *_) = (bind(name, flash2, TINY, data).leaves for name in ("sdpa_cudnn", "fa3"))
     assert q.transpose(1, 2).is_contiguous() and mine.is_contiguous() and torch.equal(q, mine)
-
-
-def test_a_file_that_is_not_a_library_is_refused(tmp_path):
-    with pytest.raises(UserError, match="fa3_library=.* cannot be loaded"):
-        load_fa3(tmp_path / "_C.so")
