@@ -20,7 +20,6 @@ from bench.attention import charts
 from bench.attention.contenders import available
 from bench.attention.function_check import check_function
 from bench.attention.measurement import measure_all
-from bench.attention.rows import summary
 from bench.attention.shapes import DTYPES, HIDDEN, SHAPES, TOKENS, AttentionShape
 from bench.common.command_line import check_choice, check_output_file, check_positive, launch
 from bench.common.results import environment, results_folder
@@ -57,8 +56,6 @@ class AttentionSettings:
     """Mask your shape causally."""
     rounds: int = 20
     """Samples of each variant and pass."""
-    budget_seconds: float = 3600
-    """Start no further shape after this time."""
     out: Path | None = None
     """Results file. By default only a run of all shapes and variants writes bench/results/<this GPU>/attention.json."""
     explain: bool = False
@@ -67,7 +64,7 @@ class AttentionSettings:
     """Architecture for `explain`, such as sm_80; null for the one of this machine, or sm_90 without a GPU."""
 
     def __post_init__(self):
-        check_positive(self, "seq_len", "batch", "heads", "kv_heads", "head_dim", "rounds", "budget_seconds")
+        check_positive(self, "seq_len", "batch", "heads", "kv_heads", "head_dim", "rounds")
         check_choice("dtype", self.dtype, DTYPES)
         check_output_file("out", self.out)
         if self.check and not self.function:
@@ -85,16 +82,17 @@ def run(settings: AttentionSettings) -> None:
     wrong = check_function(settings.function, "cuda" if on_gpu else "cpu") if settings.function else 0
     if on_gpu and not settings.check:
         variants, out = chosen_variants(settings), destination(settings)
-        rows = measure_all(shapes, variants, Gpu(), settings.rounds, settings.budget_seconds, out)
+        rows = measure_all(shapes, variants, Gpu(), settings.rounds, out)
         if out:
             charts.draw(rows, out, environment())
-        print(summary(rows))
     if wrong:
         raise UserError(f"function={settings.function} computes wrong results in {wrong} cases; see the table above")
 
 
 def chosen_shapes(settings: AttentionSettings) -> list[AttentionShape]:
     """Return the shapes of SHAPES that the settings name, or the one shape that they describe."""
+    if settings.seq_len and settings.cells:
+        raise UserError("cells and seq_len exclude each other; leave one of the two out")
     if settings.seq_len:
         return [own_shape(settings)]
     if any((settings.batch, settings.heads, settings.kv_heads, settings.head_dim, settings.causal)):
@@ -109,8 +107,6 @@ def chosen_shapes(settings: AttentionSettings) -> list[AttentionShape]:
 
 
 def own_shape(settings: AttentionSettings) -> AttentionShape:
-    if settings.cells:
-        raise UserError("cells and seq_len exclude each other; leave one of the two out")
     length, head_dim = settings.seq_len, settings.head_dim or 64
     batch, heads = settings.batch or max(TOKENS // length, 1), settings.heads or max(HIDDEN // head_dim, 1)
     kv_heads = settings.kv_heads or heads

@@ -1,7 +1,6 @@
 """The bar charts of the FlashAttention-2 paper (its figures 4 to 6) from the rows of bench.attention."""
 
 from pathlib import Path
-from typing import NamedTuple
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -33,33 +32,18 @@ LOOKS = {
 }
 
 
-class Panel(NamedTuple):
-    """One head size with one mask."""
-
-    head_dim: int
-    causal: bool
-
-    @property
-    def name(self) -> str:
-        """The name, as in the names of the shapes."""
-        return f"d{self.head_dim}_{'causal' if self.causal else 'full'}"
+PANELS = [(64, False), (128, False), (64, True), (128, True)]  # head size and mask
 
 
-PANELS = [Panel(64, False), Panel(128, False), Panel(64, True), Panel(128, True)]
-
-
-def panel_of(row: dict) -> Panel | None:
+def panel_of(row: dict) -> tuple[int, bool] | None:
     """Return the panel of a row, or None if the row does not have the paper's 16k tokens and hidden size 2048."""
-    panel = Panel(row["head_dim"], row["causal"])
+    panel = row["head_dim"], row["causal"]
     fits = row["batch"] * row["seq_len"] == TOKENS and row["heads"] * row["head_dim"] == HIDDEN
     return panel if fits and row["kv_heads"] == row["heads"] and panel in PANELS else None
 
 
 def draw(rows: list[dict], results: Path, environment: dict) -> list[Path]:
-    """Write one picture per pass, as PNG and SVG, beside the results file, and return their paths.
-
-    Only rows of the paper's shapes are drawn. A pass without such rows gets no picture.
-    """
+    """Draw the rows of the paper's shapes, one PNG and SVG per pass, beside the results file. Return their paths."""
     paths = []
     for pass_, title in TITLES.items():
         shown = [row for row in rows if row["pass"] == pass_ and panel_of(row)]
@@ -75,9 +59,9 @@ def figure_of(rows: list[dict], title: str) -> Figure:
     """Draw the head sizes side by side, without a mask above, causal below."""
     figure = Figure(figsize=(17, 9.5), layout="constrained")
     grid = figure.subplots(2, 2)
-    for axes, panel in zip(grid.flat, PANELS, strict=True):
-        fill([row for row in rows if (row["head_dim"], row["causal"]) == panel], axes)
-        axes.set_title(f"head size {panel.head_dim}, {'causal' if panel.causal else 'no mask'}", fontsize=12)
+    for axes, (head_dim, causal) in zip(grid.flat, PANELS, strict=True):
+        fill([row for row in rows if (row["head_dim"], row["causal"]) == (head_dim, causal)], axes)
+        axes.set_title(f"head size {head_dim}, {'causal' if causal else 'no mask'}", fontsize=12)
     handles = {label: bars for axes in grid.flat for bars, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     figure.legend(handles.values(), handles, loc="outside lower center", ncols=8, frameon=False)
     figure.suptitle(title, fontsize=15)
@@ -88,7 +72,7 @@ def fill(rows: list[dict], axes: Axes) -> None:
     """Draw bars grouped by length, each with its speed on top, or its status if it has no speed."""
     lengths = sorted({row["seq_len"] for row in rows})
     present = {row["variant"]: None for row in rows}
-    variants = [*(variant for variant in LOOKS if variant in present), *(v for v in present if v not in LOOKS)]
+    variants = [name for name in {**LOOKS, **present} if name in present]
     width = 0.88 / max(len(variants), 1)
     for number, variant in enumerate(variants):
         label, colour = LOOKS.get(variant, (variant, "black"))  # a function of the user's has no look of its own

@@ -8,7 +8,7 @@
   `both` it includes what the forward pass saved.
 """
 
-import math
+import itertools
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,36 +24,31 @@ from bench.common.results import environment, write
 from bench.common.timing import Gpu, Sampler, recorded, sampler_of
 from model.attention import Attention
 
-SLOW_MS = 20  # a variant whose sample takes longer sits out some rounds
-
 
 @dataclass
 class Series:
-    """The samples of one row, one every `every` rounds."""
+    """The samples of one row."""
 
     row: dict
     sampler: Sampler
-    every: int
     samples: list[float] = field(default_factory=list)
 
 
-def start_series(row: dict, contender: Contender, gpu: Gpu, rounds: int) -> Series:
+def start_series(row: dict, contender: Contender, gpu: Gpu) -> Series:
     """Warm a pass up, record its memory, and choose how to sample it."""
     before = gpu.allocated()
     call = contender.call(row["pass"])
     call()
     row["peak_mib"] = round((gpu.peak(call) - before) / 2**20, 1)
-    sampler, sample_ms = sampler_of(call, gpu)
-    return Series(row, sampler, every=min(math.ceil(sample_ms / SLOW_MS), max(rounds // 6, 1)))
+    return Series(row, sampler_of(call, gpu)[0])
 
 
 def alternate(all_series: list[Series], shape: AttentionShape, gpu: Gpu, rounds: int) -> None:
     """Take the samples in turn, round after round, and complete the rows."""
-    for number in range(rounds):
-        for series in all_series:
-            if series.row["status"] is None and number % series.every == 0:
-                with recorded([series.row], gpu):
-                    series.samples.append(series.sampler.sample(gpu))
+    for series in itertools.chain.from_iterable([all_series] * rounds):
+        if series.row["status"] is None:
+            with recorded([series.row], gpu):
+                series.samples.append(series.sampler.sample(gpu))
     for series in all_series:
         if series.row["status"] is None:
             quantiles = torch.tensor(series.samples).quantile(torch.tensor([0.5, 0.2, 0.8])).tolist()
@@ -105,29 +100,21 @@ def measure_together(
             row = rows[contender.variant][pass_]
             if row["status"] is None:
                 with recorded([row], gpu):
-                    all_series.append(start_series(row, contender, gpu, rounds))
+                    all_series.append(start_series(row, contender, gpu))
         alternate(all_series, shape, gpu, rounds)
     torch.compiler.reset()
     return all_rows
 
 
 def measure_all(
-    shapes: list[AttentionShape],
-    variants: dict[str, Attention],
-    gpu: Gpu,
-    rounds: int,
-    budget_seconds: float,
-    out: Path | None,
+    shapes: list[AttentionShape], variants: dict[str, Attention], gpu: Gpu, rounds: int, out: Path | None
 ) -> list[dict]:
     """Measure and print the shapes one by one. The rows are written after each shape, so that a kill loses only one."""
     gpu.wake()
     rows, printed, where, started = [], set(), environment(), time.monotonic()
     print(f"{where['gpu']}, torch {where['torch']}, Triton {where['triton']}, {shapes[0].dtype}")
-    print("TFLOP/s of forward/backward/both; after the bar, flash2's speed over the other variants'")
+    print("TFLOP/s of forward/backward/both")
     for shape in shapes:
-        if time.monotonic() - started > budget_seconds:
-            print(f"budget_seconds={budget_seconds:g} is used up; skipped: {shape.name}")
-            continue
         new = measure_shape(shape, variants, gpu, rounds)
         rows += new
         print(shape_line(shape, new), flush=True)

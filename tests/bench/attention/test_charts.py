@@ -19,7 +19,7 @@ def test_charts_of_the_same_rows_are_the_same_bytes(tmp_path):
 
 
 def test_charts_show_only_the_papers_shapes(tmp_path):
-    assert charts.panel_of(row("flash2")) == charts.Panel(64, True)
+    assert charts.panel_of(row("flash2")) == (64, True)
     others = [row("flash2", shape=shape) for shape in SHAPES if not shape.name.startswith(("d64", "d128"))]
     assert len(others) == 4 and not any(map(charts.panel_of, others))
     assert charts.draw(others, tmp_path / "attention.json", {"gpu": None}) == []
