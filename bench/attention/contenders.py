@@ -19,7 +19,7 @@ from bench.attention.shapes import DTYPES, AttentionShape
 from kernels.flash2 import flash2, flash2_packed
 from kernels.naive.definition import standard_attention
 from model.attention import Attention, Sdpa
-from model.attention.libraries import fa2, fa3, flex, is_installed
+from model.attention.custom import fa2, fa3, flex, is_installed
 
 HEADS_FIRST = "naive", "pytorch", "fused_softmax", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flex"
 

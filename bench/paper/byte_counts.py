@@ -19,7 +19,7 @@ from bench.paper.attentions import configuration
 from kernels.flash1.launch import tiles_for as flash1_tiles
 from kernels.flash2.block_lists import BLOCK, listed
 from kernels.flash2.tiles import PlainTiles, TileConfig, hopper_config_for, plain_tiles_for
-from model.attention import read_pattern
+from model.attention import build_attention
 
 SPARSE = "block_sparse", "local"
 PASSES = "forward", "backward"
@@ -114,7 +114,7 @@ def seen_by(variant: str, n: int) -> Tensor:
     config, i = configuration(variant), torch.arange(n)
     seen = i[:, None] >= i
     if variant == "block_sparse":
-        seen &= read_pattern(config.pattern, n)[i[:, None] // BLOCK, i // BLOCK]
+        seen &= build_attention(config).blocks(n)[i[:, None] // BLOCK, i // BLOCK]
     elif variant == "local":
         seen &= i[:, None] - i < config.window
     return seen
@@ -138,7 +138,7 @@ def sparse_traffic(variant: str, n: int, d: int, arch: str) -> Bytes:
     tiles = plain_tiles_for(arch, d, torch.bfloat16, True, n)
     moved = plain_traffic(n, d, tiles, partial(share_of, variant, n))
     if variant == "block_sparse":
-        pattern = read_pattern(configuration(variant).pattern, n)
+        pattern = build_attention(configuration(variant)).blocks(n)
         of_keys = listed(pattern, causal=True, documents=False, ragged=n % BLOCK != 0).lists[len(pattern) :]
         pieces, more = int((of_keys[:, 1] != 1).sum()), len(of_keys) - len(pattern)
         moved["backward"] += (pieces * 16 + more * 4) * BLOCK * d

@@ -1,17 +1,108 @@
 """The attention variants: small objects with one protocol, each built from its own config dataclass."""
 
-from model.attention.custom import Custom, CustomConfig, load_function
-from model.attention.exact import Flash1Config, Flash2, Flash2Config, FusedSoftmaxConfig, NaiveConfig
-from model.attention.protocol import Attention, AttentionConfig, split_projection
-from model.attention.registry import (
-    BUILT_IN,
-    EXACT,
-    SPARSE_KEYS,
-    VARIANTS,
-    build_attention,
-    check_attention,
-    restore_attention,
-    unknown_setting,
+from collections.abc import Mapping
+from dataclasses import fields
+
+import torch
+from torch import Tensor
+
+from errors import UserError, is_of_memory
+from model.attention.custom import Custom, CustomConfig, Fa2Config, Fa3Config, Fa4Config, FlexConfig, load_function
+from model.attention.exact import (
+    SDPA_BACKENDS,
+    Flash1Config,
+    Flash2,
+    Flash2Config,
+    FusedSoftmaxConfig,
+    NaiveConfig,
+    Sdpa,
+    SdpaConfig,
 )
-from model.attention.sdpa import SDPA_BACKENDS, Sdpa, SdpaConfig
-from model.attention.sparse import BlockSparseConfig, LocalConfig, read_pattern
+from model.attention.protocol import Attention, AttentionConfig, split_projection
+from model.attention.sparse import BlockSparseConfig, LocalConfig
+
+_EXACT = NaiveConfig, SdpaConfig, FusedSoftmaxConfig, Flash1Config, Flash2Config
+_OTHERS = LocalConfig, BlockSparseConfig, CustomConfig, FlexConfig, Fa2Config, Fa3Config, Fa4Config
+VARIANTS: dict[str, type[AttentionConfig]] = {config.name: config for config in (*_EXACT, *_OTHERS)}
+"""The config class of each variant, by name."""
+EXACT = tuple(config.name for config in _EXACT)
+"""The variants that run everywhere and compute all pairs, so that all give the same result."""
+SPARSE_KEYS = {"window": "local", "pattern": "block_sparse"}
+"""The settings that say which pairs are left out, and the variant of each."""
+BUILT_IN = *EXACT, *SPARSE_KEYS.values()
+"""The variants that run everywhere."""
+
+
+def build_attention(config: AttentionConfig) -> Attention:
+    """Return the variant that `config` describes."""
+    return config.build()
+
+
+def restore_attention(recorded: Mapping[str, object], function: str | None) -> AttentionConfig:
+    """Return the attention of a recorded run, from the settings in its record.
+
+    A record must not name code to import. For attention=custom, the command line has to give the same `function`.
+    """
+    config = VARIANTS.get(recorded["name"])
+    if config is None:
+        raise UserError(f"the record names attention={recorded['name']}, which this version does not have")
+    own = config(**{field.name: recorded[field.name] for field in fields(config) if field.name in recorded})
+    if isinstance(own, CustomConfig) and own.function != function:
+        raise UserError(
+            f"function={function} is not the run's {own.function}; give function={own.function}, because a record must "
+            "not name code to import"
+        )
+    return own
+
+
+def unknown_setting(name: str, key: str) -> str:
+    """Return the message for a setting that the variant `name` does not have."""
+    settings = {variant: [f.name for f in fields(config) if f.name != "name"] for variant, config in VARIANTS.items()}
+    own = ", ".join(f"attention.{setting}" for setting in settings[name]) or "no settings"
+    owners = ", ".join(f"attention={variant}" for variant in VARIANTS if key in settings[variant])
+    remedy = f"use it with {owners}" if owners else "leave it out"
+    return f"attention.{key} is not a setting of attention={name}, which has {own}; {remedy}"
+
+
+def check_attention(
+    config: AttentionConfig,
+    *,
+    head_dim: int,
+    dtype: torch.dtype,
+    dropout_p: float,
+    device: torch.device,
+    context_length: int,
+    documents: bool = False,
+) -> None:
+    """Run the variant forward and backward once on a few tokens, to find out before training what it cannot do."""
+    attention = build_attention(config)
+    attention.check_length(context_length)
+    asked = [("dropout_p", dropout_p, "model.dropout=0"), ("cu_seqlens", documents, "data.document_mask=false")]
+    for keyword, is_asked, remedy in asked:
+        if is_asked and keyword not in attention.keywords:
+            raise UserError(f"{config} does not accept {keyword}; set {remedy} or use attention=flash2")
+    qkv = torch.randn(1, 64, 3, 2, head_dim, device=device, dtype=dtype, requires_grad=True)
+    options = {"causal": True, "scale": 1.0, "dropout_p": dropout_p}
+    if documents:
+        options["cu_seqlens"] = torch.tensor([0, 9, 64], dtype=torch.int32, device=device)
+    try:
+        _run_once(attention, qkv, options)
+    except attention.refusals as error:
+        if is_of_memory(error):  # the remedies are others
+            raise
+        raise UserError(
+            f"{config} cannot run on {device.type} with head_dim {head_dim}, {dtype}, dropout {dropout_p} and "
+            f"data.document_mask={str(documents).lower()} ({attention.explain(error)}); {attention.remedy}"
+        ) from error
+
+
+def _run_once(attention: Attention, qkv: Tensor, options: dict) -> None:
+    q, k, v = qkv.unbind(2)
+    out = attention(q, k, v, **options)
+    found = f"{tuple(out.shape)} {out.dtype}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
+    expected = f"{tuple(q.shape)} {q.dtype}"
+    if found != expected:
+        raise ValueError(f"the output is {found} and should be {expected}")
+    if not out.requires_grad:
+        raise ValueError("the output has no gradient; wrap a kernel in torch.autograd.Function")
+    out.backward(torch.ones_like(out))

@@ -1,12 +1,17 @@
-"""A kernel of the user's own, named on the command line as module:function."""
+"""Kernels of others: the user's own, named on the command line as module:function, and those of other libraries.
 
-import importlib
+Each library is imported at its first call: torch's flex_attention takes seconds, and the others may be missing.
+"""
+
+import functools
+import importlib.util
 import inspect
 import os
 import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from omegaconf import MISSING
@@ -14,8 +19,6 @@ from torch import Tensor
 
 from errors import UserError, described
 from model.attention.protocol import Attention, AttentionConfig
-
-REQUIRED = "causal", "scale"
 
 
 class Custom(Attention):
@@ -32,7 +35,7 @@ class Custom(Attention):
     def __init__(self, name: str, function: Callable[..., Tensor]):
         self.name, self.function = name, function
         self.keywords = accepted_keywords(function)
-        for keyword in REQUIRED:
+        for keyword in ("causal", "scale"):
             if keyword not in self.keywords:
                 raise UserError(f"{name} has no parameter {keyword}; define it as (q, k, v, *, causal, scale)")
 
@@ -42,9 +45,8 @@ class Custom(Attention):
             options["dropout_p"] = dropout_p
         if cu_seqlens is not None:
             options["cu_seqlens"] = cu_seqlens
-        for keyword in options:
-            if keyword not in self.keywords:
-                raise ValueError(f"{self.name} has no parameter {keyword}; add it or use attention=flash2")
+        if missing := sorted(options.keys() - self.keywords):
+            raise ValueError(f"{self.name} has no parameter {missing[0]}; add it or use attention=flash2")
         with torch.autocast(q.device.type, enabled=False):
             return self.function(q, k, v, **options)
 
@@ -62,16 +64,12 @@ def accepted_keywords(function: Callable) -> frozenset[str]:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
         return Attention.keywords
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return Attention.keywords
-    return Attention.keywords & parameters.keys()
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return Attention.keywords if takes_all else Attention.keywords & parameters.keys()
 
 
 def load_function(name: str, key: str = "function") -> Callable[..., Tensor]:
-    """Import the function that `name`, module:function, names.
-
-    Modules are found on PYTHONPATH or in the current folder. `key` is the setting that messages name.
-    """
+    """Import module:function from PYTHONPATH or the current folder. `key` is the setting that messages name."""
     module_name, colon, function_name = name.partition(":")
     if not (colon and module_name and function_name):
         raise UserError(f"{key}={name} is not module:function; write for example {key}=my_module:my_attention")
@@ -102,7 +100,112 @@ class CustomConfig(AttentionConfig):
     name: str = "custom"
     function: str = MISSING
     """module:function, found on PYTHONPATH or in the current folder."""
-    names_code = True
 
     def build(self) -> Attention:
         return Custom(f"attention.function={self.function}", load_function(self.function, "attention.function"))
+
+
+@functools.cache
+def _compiled_flex(dynamic: bool) -> Callable:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    # Without fullgraph, dynamo would fall back to eager at its limit of recompilations.
+    return torch.compile(flex_attention, fullgraph=True, dynamic=dynamic)
+
+
+@functools.cache
+def _causal_blocks(seq_q: int, seq_k: int, device: torch.device):
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return create_block_mask(lambda b, h, i, j: i + seq_k - seq_q >= j, None, None, seq_q, seq_k, device=device)
+
+
+def flex(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
+    """Return FlexAttention, compiled once per shape. Its block mask is made once per length."""
+    blocks = _causal_blocks(q.shape[1], k.shape[1], q.device) if causal else None
+    grouped = q.shape[2] != k.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    attend = _compiled_flex(dynamic=q.shape[2] == 1)  # in sampling, keys grow by one per token
+    return attend(q, k, v, block_mask=blocks, scale=scale, enable_gqa=grouped).transpose(1, 2)
+
+
+def fa2(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, dropout_p: float = 0.0) -> Tensor:
+    from flash_attn import flash_attn_func
+
+    return flash_attn_func(q, k, v, dropout_p=dropout_p, softmax_scale=scale, causal=causal)
+
+
+def fa3(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
+    from flash_attn_interface import flash_attn_func
+
+    return _first(flash_attn_func(q, k, v, softmax_scale=scale, causal=causal))
+
+
+def fa4(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
+    from flash_attn.cute import flash_attn_func
+
+    return _first(flash_attn_func(q, k, v, softmax_scale=scale, causal=causal))
+
+
+def _first(result: Tensor | tuple) -> Tensor:
+    """Return the output alone. Some versions return the logsumexp too."""
+    return result[0] if isinstance(result, tuple) else result
+
+
+def is_installed(package: str) -> bool:
+    """Return whether Python finds a package, without importing it (its parent package is imported)."""
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+@dataclass
+class LibraryConfig(AttentionConfig):
+    """Base of the variants that need a package which this repository does not install."""
+
+    function: ClassVar[Callable[..., Tensor]]
+    package: ClassVar[str]
+    pip: ClassVar[str]
+
+    def build(self) -> Attention:
+        if not is_installed(self.package):
+            raise UserError(f"attention={self.name} needs the package {self.package}; run {self.pip}")
+        return Custom(f"attention={self.name}", self.function)
+
+
+@dataclass
+class FlexConfig(LibraryConfig):
+    """torch's FlexAttention, compiled by itself."""
+
+    name: str = "flex"
+
+    def build(self) -> Attention:
+        # torch.compile would trace the cached mask into every layer. The decorator is applied here, because importing
+        # it takes two seconds.
+        return Custom("attention=flex", torch.compiler.disable(flex))
+
+
+@dataclass
+class Fa2Config(LibraryConfig):
+    """FlashAttention-2 from its authors."""
+
+    name: str = "fa2"
+    function, package, pip = staticmethod(fa2), "flash_attn", "pip install flash-attn --no-build-isolation"
+
+
+@dataclass
+class Fa3Config(LibraryConfig):
+    """FlashAttention-3 from its authors, for Hopper."""
+
+    name: str = "fa3"
+    function, package = staticmethod(fa3), "flash_attn_interface"
+    pip = 'pip install --no-build-isolation "git+https://github.com/Dao-AILab/flash-attention.git#subdirectory=hopper"'
+
+
+@dataclass
+class Fa4Config(LibraryConfig):
+    """FlashAttention-4 from its authors, for Hopper and Blackwell."""
+
+    name: str = "fa4"
+    function, package, pip = staticmethod(fa4), "flash_attn.cute", "pip install flash-attn-4"

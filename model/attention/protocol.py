@@ -1,7 +1,6 @@
 """The protocol of attention variants: a config dataclass builds a small callable object."""
 
 from dataclasses import dataclass, fields
-from typing import ClassVar
 
 from omegaconf import MISSING
 from torch import Tensor, nn
@@ -72,10 +71,6 @@ class AttentionConfig:
 
     name: str = MISSING
     """The variant. Choose it with attention=NAME."""
-    sparse_setting: ClassVar[str | None] = None
-    """The setting that says which pairs of tokens the variant leaves out; None if the variant computes all pairs."""
-    names_code: ClassVar[bool] = False
-    """Whether a setting names code to import. Only the command line may give such a setting."""
 
     def __post_init__(self):
         expected = type(self).name
@@ -86,11 +81,11 @@ class AttentionConfig:
 
     def __str__(self) -> str:
         """Return the variant and the settings that differ from their defaults, as the command line has them."""
-        changed = {field.name: getattr(self, field.name) for field in fields(self)}
-        changed = {name: value for name, value in changed.items() if value != getattr(type(self), name)}
-        texts = (str(value).lower() if isinstance(value, bool) else str(value) for value in changed.values())
-        settings = (f"attention.{name}={text}" for name, text in zip(changed, texts, strict=True))
-        return " ".join([f"attention={self.name}", *settings])
+        text = f"attention={self.name}"
+        for field in fields(self):
+            if (value := getattr(self, field.name)) != field.default:
+                text += f" attention.{field.name}={str(value).lower() if isinstance(value, bool) else value}"
+        return text
 
     def build(self) -> Attention:
         """Return the variant with these settings."""

@@ -1,14 +1,13 @@
 """flash2 with pairs of tokens left out: a sliding window, or a pattern of blocks."""
 
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from errors import UserError
+from errors import UserError, check_range
 from kernels.common.checks import check_documents
 from kernels.flash2 import flash2
 from kernels.flash2.block_lists import BLOCK, Listed, butterfly, listed
@@ -32,11 +31,17 @@ class Local(Attention):
 
 
 class BlockSparse(Attention):
-    """flash2 that computes only the blocks of 128 queries by 128 keys that `pattern` keeps: see read_pattern."""
+    """flash2 that computes only the blocks of 128 queries by 128 keys that a pattern keeps.
+
+    `pattern` is butterfly, or a .npy file of a square boolean matrix with one row per block of queries. A shorter
+    sequence takes the first rows and columns.
+    """
 
     def __init__(self, pattern: str, deterministic: bool | None = None):
         self.pattern, self.deterministic = pattern, deterministic
-        torch.compiler.assume_constant_result(_block_lists)  # here, because the import behind it takes two seconds
+        self.matrix = None if pattern == "butterfly" else _read_matrix(pattern)
+        self.cached_lists: dict[tuple, Tensor] = {}
+        torch.compiler.assume_constant_result(BlockSparse.lists)  # here, because its import takes two seconds
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, cu_seqlens=None, **options) -> Tensor:
         seq_q, seq_k = q.shape[1], k.shape[1]
@@ -44,66 +49,54 @@ class BlockSparse(Attention):
         if seq_q == 1 < seq_k:  # the last token
             if cu_seqlens is not None:
                 check_documents(q, k, cu_seqlens)
-            seen = read_pattern(self.pattern, seq_k)[-1].repeat_interleave(BLOCK)[:seq_k].to(q.device)
+            seen = self.blocks(seq_k)[-1].repeat_interleave(BLOCK)[:seq_k].to(q.device)
             return flash2(q, k[:, seen], v[:, seen], causal=False, **options)
         if seq_q != seq_k:
             raise ValueError("attention=block_sparse needs as many queries as keys, or one; use attention=flash2")
         kind = causal, cu_seqlens is not None, seq_q % BLOCK != 0
-        blocks = Listed(_block_lists(self.pattern, seq_q, *kind, q.device), *kind)
+        blocks = Listed(self.lists(seq_q, q.device, *kind), *kind)
         return flash2(q, k, v, causal=causal, cu_seqlens=cu_seqlens, blocks=blocks, **options)
 
+    def blocks(self, seq_len: int) -> Tensor:
+        """Return which blocks of seq_len tokens are kept, (n, n) boolean on the CPU."""
+        n = -(-seq_len // BLOCK)
+        return butterfly(n) if self.matrix is None else self.matrix[:n, :n]
+
+    def lists(self, seq_len: int, device: torch.device, *kind: bool) -> Tensor:
+        """Return the pattern as the kernels read it. torch.compile takes the result as a constant."""
+        key = seq_len, device, kind
+        if key not in self.cached_lists:
+            self.cached_lists[key] = listed(self.blocks(seq_len), *kind).to(device).lists
+        return self.cached_lists[key]
+
     def kept_share(self, seq_len: int) -> float:
-        pattern = read_pattern(self.pattern, seq_len)
         sizes = (seq_len - torch.arange(0, seq_len, BLOCK)).clamp(max=BLOCK)  # tokens per block: the last may be ragged
         pairs = (sizes[:, None] * sizes).tril(-1) + (sizes * (sizes + 1) // 2).diag()
-        return pairs[pattern].sum().item() / _causal_pairs(seq_len)
+        return pairs[self.blocks(seq_len)].sum().item() / _causal_pairs(seq_len)
 
     def check_length(self, context_length: int) -> None:
-        read_pattern(self.pattern, context_length)
+        n = -(-context_length // BLOCK)
+        if self.matrix is not None and len(self.matrix) < n:
+            raise UserError(
+                f"attention.pattern={self.pattern} has {len(self.matrix)} blocks of {BLOCK} tokens, but "
+                f"{context_length} tokens need {n}; give a larger pattern or a shorter model.context_length"
+            )
 
 
 def _causal_pairs(seq_len: int) -> int:
     return seq_len * (seq_len + 1) // 2
 
 
-def _block_lists(*kind) -> Tensor:
-    """Return the pattern as the kernels read it. torch.compile takes the result as a constant."""
-    return _cached_block_lists(*kind)
-
-
-@cache
-def _cached_block_lists(
-    pattern: str, seq_len: int, causal: bool, documents: bool, ragged: bool, device: torch.device
-) -> Tensor:
-    return listed(read_pattern(pattern, seq_len), causal, documents, ragged).to(device).lists
-
-
-def read_pattern(pattern: str, seq_len: int) -> Tensor:
-    """Return which blocks of seq_len tokens are kept, (n, n) boolean on the CPU.
-
-    `pattern` is butterfly, or a .npy file of a square boolean matrix with one row per block of queries. A shorter
-    sequence takes the first rows and columns.
-
-    Raises:
-        UserError: the file is missing, is not such a matrix, or has too few blocks.
-    """
-    n = -(-seq_len // BLOCK)
-    if pattern == "butterfly":
-        return butterfly(n)
-    if not Path(pattern).is_file():
-        raise UserError(f"attention.pattern={pattern} does not exist; give butterfly or a .npy file")
+def _read_matrix(path: str) -> Tensor:
+    if not Path(path).is_file():
+        raise UserError(f"attention.pattern={path} does not exist; give butterfly or a .npy file")
     try:
-        matrix = np.load(pattern, allow_pickle=False)
+        matrix = np.load(path, allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:
-        raise UserError(f"attention.pattern={pattern} is not a .npy file; write one with numpy.save") from error
+        raise UserError(f"attention.pattern={path} is not a .npy file; write one with numpy.save") from error
     if not isinstance(matrix, np.ndarray) or matrix.dtype != bool or matrix.ndim != 2 or len(set(matrix.shape)) > 1:
-        raise UserError(f"attention.pattern={pattern} does not hold a square boolean matrix; save one with numpy.save")
-    if len(matrix) < n:
-        raise UserError(
-            f"attention.pattern={pattern} has {len(matrix)} blocks of {BLOCK} tokens, but {seq_len} tokens need {n}; "
-            "give a larger pattern or a shorter model.context_length"
-        )
-    return torch.from_numpy(matrix[:n, :n].copy())
+        raise UserError(f"attention.pattern={path} does not hold a square boolean matrix; save one with numpy.save")
+    return torch.from_numpy(matrix)
 
 
 @dataclass
@@ -115,12 +108,10 @@ class LocalConfig(AttentionConfig):
     """Keys that a query sees, including its own."""
     deterministic: bool = False
     """As for attention=flash2."""
-    sparse_setting = "window"
 
     def __post_init__(self):
         super().__post_init__()
-        if self.window < 1:
-            raise UserError(f"attention.window={self.window} must be at least 1")
+        check_range("attention.window", self.window, 1)
 
     def build(self) -> Attention:
         return Local(self.window, self.deterministic or None)
@@ -135,7 +126,6 @@ class BlockSparseConfig(AttentionConfig):
     """butterfly, or a .npy file of a boolean matrix of blocks of 128 tokens."""
     deterministic: bool = False
     """As for attention=flash2."""
-    sparse_setting = "pattern"
 
     def build(self) -> Attention:
         return BlockSparse(self.pattern, self.deterministic or None)

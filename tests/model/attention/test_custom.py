@@ -8,8 +8,15 @@ import torch
 from torch import nn
 
 from errors import UserError
-from model.attention import Custom, CustomConfig, NaiveConfig, build_attention, check_attention, load_function
-from model.attention.registry import restore_attention
+from model.attention import (
+    Custom,
+    CustomConfig,
+    NaiveConfig,
+    build_attention,
+    check_attention,
+    load_function,
+    restore_attention,
+)
 from model.gpt2 import CHECKPOINTING, GPT2, ModelConfig
 from tests.kernels.accuracy import Case, assert_as_accurate, draw, outcome
 

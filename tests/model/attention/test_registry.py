@@ -9,9 +9,8 @@ from dataclasses import fields
 import pytest
 
 from errors import UserError
-from model.attention import VARIANTS, AttentionConfig, SdpaConfig, unknown_setting
-from model.attention.libraries import Fa2Config, Fa3Config, Fa4Config
-from model.attention.registry import restore_attention
+from model.attention import VARIANTS, AttentionConfig, SdpaConfig, restore_attention, unknown_setting
+from model.attention.custom import Fa2Config, Fa3Config, Fa4Config
 
 
 @pytest.mark.parametrize("name", VARIANTS)
