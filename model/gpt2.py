@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from errors import UserError
+from errors import UserError, check_range
+from kernels.cross_entropy import linear_cross_entropy
 from kernels.gelu import gelu_mlp
 from kernels.layer_norm import normalise
 from kernels.linear import linear
 from model.attention import Attention, split_projection
-from model.loss import cross_entropy, in_autocast_dtype
 
 PAD_VOCABULARY_TO = 64
 # Far larger than any model that trains. Beyond these sizes torch overflows or creates layers for hours.
@@ -59,9 +59,7 @@ class ModelConfig:
 
     def __post_init__(self):
         for key, largest in LARGEST.items():
-            size = getattr(self, key)
-            if size is not None and not 1 <= size <= largest:
-                raise UserError(f"model.{key}={size} must be at least 1 and at most {largest}")
+            check_range(f"model.{key}", getattr(self, key), 1, largest)
         if self.n_embd % self.n_head:
             raise UserError(f"model.n_embd={self.n_embd} does not divide into model.n_head={self.n_head} heads")
         if not 0 <= self.dropout < 1:
@@ -172,22 +170,18 @@ class Block(nn.Module):
         self.ln_2 = LayerNorm(config.n_embd)
         self.mlp = MLP(config)
 
-    def forward(
-        self, x: Tensor, added_bias: Tensor | None, cache: KeyValueCache | None, cu_seqlens: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the residual stream and the added bias that the next LayerNorm needs.
-
-        With full activation checkpointing, save no activations for the backward pass.
-        """
+    def forward(self, *inputs) -> tuple[Tensor, Tensor | None]:
+        """Call `_forward`. With full activation checkpointing, save no activations for the backward pass."""
         if self.activation_checkpointing != "full" or not torch.is_grad_enabled():
-            return self._forward(x, added_bias, cache, cu_seqlens)
+            return self._forward(*inputs)
         kept = KEPT if self.attn.drops else KEPT + KEPT_WITHOUT_DROPOUT
         keep = partial(create_selective_checkpoint_contexts, kept)
-        return checkpoint(self._forward, x, added_bias, cache, cu_seqlens, use_reentrant=False, context_fn=keep)
+        return checkpoint(self._forward, *inputs, use_reentrant=False, context_fn=keep)
 
     def _forward(
         self, x: Tensor, added_bias: Tensor | None, cache: KeyValueCache | None, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
+        """Return the residual stream and the added bias that the next LayerNorm needs."""
         x, normalised = self.ln_1(x, added_bias)
         x = self.attn(normalised, x, cache, cu_seqlens)
         x, normalised = self.ln_2(x, self.attn.added_bias)
@@ -259,3 +253,18 @@ class GPT2(nn.Module):
     def n_params(self) -> int:
         """Return the number of parameters without the position table: the N of 6 N FLOPs per token."""
         return sum(p.numel() for p in self.parameters()) - self.wpe.weight.numel()
+
+
+def cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
+    """Return the mean cross-entropy of the next tokens in nats, an fp32 scalar.
+
+    hidden (B, T, C), weight (padded V, C), targets (B, T) below vocab_size. Negative targets do not count. The rows of
+    `weight` from vocab_size on are padding: the softmax ignores them. Logits have autocast's dtype if autocast is on.
+    """
+    return linear_cross_entropy(in_autocast_dtype(hidden).flatten(0, 1), weight, targets.flatten(), vocab_size)
+
+
+def in_autocast_dtype(x: Tensor) -> Tensor:
+    """Return x in autocast's dtype if autocast is on."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x

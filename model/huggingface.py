@@ -8,10 +8,10 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn.functional import pad
 
 from errors import UserError
 from model.gpt2 import GPT2, ModelConfig
@@ -26,7 +26,7 @@ REQUIRED = {
     "add_cross_attention": (False,),
     "tie_word_embeddings": (True,),
 }
-SIZES = ("n_layer", "n_head", "n_embd", "n_positions", "vocab_size")
+SIZES = ("n_layer", "n_head", "n_embd", "vocab_size")
 IGNORED = ("attn.bias", "attn.masked_bias", "lm_head.weight")  # masks in old releases, and the tied head
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
@@ -35,52 +35,31 @@ WEIGHTS, CONFIG = "model.safetensors", "config.json"
 def find_pretrained(source: str, key: str = "model.pretrained") -> Path:
     """Return the folder of config.json and model.safetensors: `source` itself, or a download of that hub id.
 
-    `key` names the setting in messages.
-
-    Raises:
-        UserError: there is no such folder, and the hub does not give such a repository.
+    `key` is the setting that messages name.
     """
     folder = Path(source).expanduser()
     if not folder.is_dir():
         if source.startswith(("/", ".", "~")):  # not a hub id
             problem = "is not a folder" if folder.exists() else "does not exist"
             raise UserError(f"{key}={source} {problem}; give a folder saved by save_pretrained, or a hub id")
-        folder = _download(source, key)
+        from huggingface_hub import snapshot_download  # slow to import
+
+        try:
+            folder = Path(snapshot_download(source, allow_patterns=[CONFIG, WEIGHTS], etag_timeout=10))
+        except Exception as error:  # the hub's client raises a dozen types
+            raise UserError(
+                f"{key}={source} is not a folder, and the hub did not give such a model ({type(error).__name__}); "
+                "check the name and the network, or give a folder saved by save_pretrained"
+            ) from error
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
             raise UserError(f"{key}={source} has no {name}; give a folder saved by save_pretrained")
     return folder
 
 
-def _download(hub_id: str, key: str) -> Path:
-    from huggingface_hub import snapshot_download  # slow to import
-
-    try:
-        return Path(snapshot_download(hub_id, allow_patterns=[CONFIG, WEIGHTS], etag_timeout=10))
-    except Exception as error:  # the hub's client raises a dozen types
-        raise UserError(
-            f"{key}={hub_id} is not a folder, and the hub did not give such a model ({type(error).__name__}); "
-            "check the name and the network, or give a folder saved by save_pretrained"
-        ) from error
-
-
 def read_config(folder: Path, model: ModelConfig | None = None) -> ModelConfig:
-    """Return the shape of a pretrained GPT-2, with the context length and dropout of `model` if given.
-
-    Raises:
-        UserError: the model is not a GPT-2, or its position table is shorter than model.context_length.
-    """
-    config = _read_json(folder / CONFIG)
-    if model is not None and model.context_length > config["n_positions"]:
-        raise UserError(
-            f"model.context_length={model.context_length} exceeds the {config['n_positions']} positions of "
-            f"model.pretrained={folder}; set model.context_length={config['n_positions']} or less"
-        )
-    shape = {name: config[name] for name in ("n_layer", "n_head", "n_embd", "vocab_size")}
-    return replace(model or ModelConfig(context_length=config["n_positions"]), **shape)
-
-
-def _read_json(path: Path) -> dict:
+    """Return the shape of a pretrained GPT-2, with the context length and dropout of `model` if given."""
+    path = folder / CONFIG
     try:
         config = json.loads(path.read_text())
     except ValueError as error:
@@ -88,46 +67,41 @@ def _read_json(path: Path) -> dict:
     for key, accepted in REQUIRED.items():
         if config.get(key, accepted[0]) not in accepted:
             raise UserError(f"{path} has {key}={config[key]}, not GPT-2's {accepted[0]}; give a plain GPT-2")
-    if missing := [key for key in ("model_type", *SIZES) if key not in config]:
+    if missing := [key for key in ("model_type", "n_positions", *SIZES) if key not in config]:
         raise UserError(f"{path} lacks {missing[0]}; give the configuration of a GPT2LMHeadModel")
-    return config
+    if model is not None and model.context_length > config["n_positions"]:
+        raise UserError(
+            f"model.context_length={model.context_length} exceeds the {config['n_positions']} positions of "
+            f"model.pretrained={folder}; set model.context_length={config['n_positions']} or less"
+        )
+    return replace(model or ModelConfig(context_length=config["n_positions"]), **{key: config[key] for key in SIZES})
 
 
 def load_pretrained(model: GPT2, folder: Path) -> None:
     """Copy Hugging Face's weights into `model`, whose shape comes from read_config.
 
-    A shorter context takes the first positions.
-
-    Raises:
-        UserError: the file is broken, or its weights do not fit the shape.
+    A shorter context takes the first positions. The padding of the token table is zero.
     """
     try:
         weights = load_file(folder / WEIGHTS)
     except SafetensorError as error:
         raise UserError(f"{folder / WEIGHTS} is broken ({error}); download or export it again") from error
-    weights = {name.removeprefix("transformer."): weight for name, weight in weights.items()}
-    parameters = dict(model.named_parameters())
-    strange = sorted(name for name in weights.keys() - parameters.keys() if not name.endswith(IGNORED))
-    missing = sorted(parameters.keys() - weights.keys())
-    if strange or missing:
-        difference = f"lacks {missing[0]}" if missing else f"also holds {strange[0]}"
+    weights = {
+        name.removeprefix("transformer."): weight.T if name.endswith(TRANSPOSED) else weight
+        for name, weight in weights.items()
+        if not name.endswith(IGNORED)
+    }
+    shape = model.config
+    if {"wpe.weight", "wte.weight"} <= weights.keys():
+        weights["wpe.weight"] = weights["wpe.weight"][: shape.context_length]
+        weights["wte.weight"] = pad(weights["wte.weight"], (0, 0, 0, shape.padded_vocab_size - shape.vocab_size))
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        difference = str(error).splitlines()[1].strip()
         raise UserError(
-            f"{folder / WEIGHTS} {difference}, so it is not the GPT-2 that {CONFIG} describes; give a complete folder"
-        )
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            weight, rows = weights[name].T if name.endswith(TRANSPOSED) else weights[name], parameter
-            if name == "wte.weight":
-                parameter.zero_()  # the padding
-                rows = parameter[: model.config.vocab_size]
-            if name == "wpe.weight":
-                weight = weight[: len(parameter)]
-            if rows.shape != weight.shape:
-                raise UserError(
-                    f"{folder / WEIGHTS} holds {name} of shape {tuple(weight.shape)}, but {CONFIG} asks for "
-                    f"{tuple(rows.shape)}; give two files of the same model"
-                )
-            rows.copy_(weight)
+            f"{folder / WEIGHTS} is not the GPT-2 that {CONFIG} describes ({difference}); give a complete folder"
+        ) from error
 
 
 def save_pretrained(config: ModelConfig, weights: dict[str, Tensor], folder: Path, eot: int) -> None:
@@ -140,7 +114,7 @@ def save_pretrained(config: ModelConfig, weights: dict[str, Tensor], folder: Pat
     }
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
     description = {"architectures": ["GPT2LMHeadModel"]} | {key: accepted[0] for key, accepted in REQUIRED.items()}
-    description |= {key: getattr(config, key) for key in ("n_layer", "n_head", "n_embd", "vocab_size")}
+    description |= {key: getattr(config, key) for key in SIZES}
     description |= {"n_positions": config.context_length, "bos_token_id": eot, "eos_token_id": eot}
     description |= dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), config.dropout)
     (folder / CONFIG).write_text(json.dumps(description, indent=2) + "\n")

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from model.loss import cross_entropy
+from model.gpt2 import cross_entropy
 
 
 def table_of(*logits: float, padding: float) -> torch.Tensor:
