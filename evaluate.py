@@ -35,12 +35,11 @@ def evaluate(config: EvaluateConfig) -> None:
     result = score(model.to(compute.device), tokens.val, get_tokenizer(tokenizer), **sizes, **options)
     print(
         f"{file}, {config.checkpoint}, {config.attention.name} attention, {compute}, context {context}, "
-        f"stride {stride}:\nloss {result.loss:.4f} nats, perplexity {result.perplexity:.3f} over {result.tokens:,} "
-        f"tokens; {result.word_perplexity:.3f} per word, over {result.words:,} words"
+        f"stride {stride}:\nloss {result['val/loss']:.4f} nats, perplexity {result['val/perplexity']:.3f} over "
+        f"{result['tokens']:,} tokens; {result['val/word_perplexity']:.3f} per word, over {result['words']:,} words"
     )
     row = {"checkpoint": config.checkpoint, "data": str(tokens.dir), "attention": config.attention.name}
-    row |= {"val/loss": finite(result.loss), "val/perplexity": finite(result.perplexity), "tokens": result.tokens}
-    row |= {"val/word_perplexity": finite(result.word_perplexity), "words": result.words} | sizes
+    row |= {key: finite(value) for key, value in result.items()} | sizes
     (folder / "evaluation.json").write_text(json.dumps(row, indent=2, allow_nan=False) + "\n")
     print(f"outputs in {folder}")
 

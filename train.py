@@ -16,7 +16,7 @@ from conf.cli import chosen, is_output_dir_given, launch, output_dir, sweep_name
 from conf.schema import Config
 from data.loader import document_options
 from data.tokenizers import end_of_text
-from data.tokens import TokenSet
+from data.tokens import TokenSet, open_tokens
 from trainer.build import (
     build_loader,
     build_meter,
@@ -24,7 +24,6 @@ from trainer.build import (
     compile_model,
     fix_randomness,
     is_compiled,
-    open_data,
     open_logs,
     run_shape,
 )
@@ -57,7 +56,7 @@ def train(config: Config, world: World = ALONE) -> StopRequest:
     compute, folder = choose_compute(config.device, config.precision, world), world.from_first(output_dir())
     config.train.share(world.size)  # refuses a global batch that the processes cannot share
     check_graphs(config.train, compute)
-    tokens = open_data(config.data, world)
+    tokens = world.first_ahead(lambda: open_tokens(config.data))  # the first process may have to make the files
     saves_to = Path(config.checkpoint.dir or folder / "checkpoints")
     is_given = bool(config.checkpoint.dir) or is_output_dir_given()
     resumed = load_resumed(config.checkpoint.resume, saves_to, is_given, config.train.max_steps, world)

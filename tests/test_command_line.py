@@ -141,7 +141,7 @@ def test_a_folder_that_cannot_be_is_refused_in_a_sentence(workplace, place):
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("model.context_length=64", ["model.context_length=64", "32 positions", "set model.context_length=32"]),
+        ("model.context_length=64", ["model.context_length=64", "has 32", "set model.context_length=32"]),
         ("model.n_layer=3", ["model.n_layer=3", "set model.n_layer=2"]),
         ("model.n_embd=64", ["model.n_embd=64", "set model.n_embd=32"]),
         ("train.seed=1", ["seed=1", "set train.seed"]),

@@ -3,14 +3,14 @@
 import os
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from omegaconf import OmegaConf
 from torch import nn
 
-from data.config import DataConfig
 from data.loader import TrainLoader, check_length
-from data.tokens import SPLITS, TokenSet, open_tokens
+from data.tokens import SPLITS, TokenSet
 from errors import UserError
 from model.attention import AttentionConfig, build_attention, check_attention
 from model.gpt2 import GPT2, ModelConfig
@@ -18,7 +18,7 @@ from model.huggingface import find_pretrained, load_pretrained, read_config
 from trainer.checkpoint.files import State
 from trainer.checkpoint.load import SHAPE, check_resumable, of_this_version
 from trainer.config import TrainConfig
-from trainer.distributed.world import ALONE, World
+from trainer.distributed.world import World
 from trainer.flops import model_flops_per_token, peak_flops
 from trainer.loggers import Loggers, start_loggers
 from trainer.meters import ThroughputMeter
@@ -32,11 +32,6 @@ def fix_randomness(settings: TrainConfig) -> None:
     if settings.deterministic:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS reads this when it starts, which is later
         torch.backends.cudnn.benchmark = False
-
-
-def open_data(config: DataConfig, world: World = ALONE) -> TokenSet:
-    """Open the token files. The first process does so first, because it may have to make the files."""
-    return world.first_ahead(lambda: open_tokens(config))
 
 
 def run_shape(shape: ModelConfig, tokens: TokenSet, resumed: State | None) -> ModelConfig:
@@ -81,18 +76,15 @@ def build_model(
 
 def build_loader(settings: TrainConfig, tokens: TokenSet, shape: ModelConfig, compute: Compute) -> TrainLoader:
     """Return this process's share of the training batches."""
-    return TrainLoader(
-        tokens.train,
-        batch_size=settings.share(compute.world.size)[0],
-        context_length=shape.context_length,
-        seed=settings.seed,
-        device=compute.device,
-        vocab_size=shape.vocab_size,
-        name=str(tokens.dir / "train.bin"),
-        rank=compute.world.rank,
-        ranks=compute.world.size,
-        agree=compute.world.agreed,
-    )
+    options = batch_options(settings, shape, compute)
+    return TrainLoader(tokens.train, seed=settings.seed, name=str(tokens.dir / "train.bin"), **options)
+
+
+def batch_options(settings: TrainConfig, shape: ModelConfig, compute: Compute) -> dict[str, Any]:
+    """Return the options of a loader: the sizes of a batch, the device, and the share of this process."""
+    world, sizes = compute.world, {"context_length": shape.context_length, "vocab_size": shape.vocab_size}
+    share = {"batch_size": settings.share(world.size)[0], "rank": world.rank, "ranks": world.size}
+    return sizes | share | {"device": compute.device, "agree": world.agreed}
 
 
 def is_compiled(settings: TrainConfig, compute: Compute) -> bool:
@@ -135,10 +127,7 @@ def open_logs(folder: Path, world: World, **options) -> Loggers:
     """Start the first process's loggers (see start_loggers) and save config.yaml. The other processes log nothing."""
 
     def start() -> Loggers:
-        if not world.is_first:
-            return Loggers([])
-        logs = start_loggers(folder, **options)
         OmegaConf.save(OmegaConf.create(options["run_config"]), folder / "config.yaml")
-        return logs
+        return start_loggers(folder, **options)
 
-    return world.agreed(start)
+    return world.agreed(lambda: start() if world.is_first else Loggers([]))

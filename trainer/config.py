@@ -6,13 +6,9 @@ from errors import UserError, check_choice, check_range
 from model.gpt2 import CHECKPOINTING
 
 LARGEST_STEP = 2**24  # sequences, which are all read before the step begins
-BOUNDS = {
+POSITIVE = ("grad_accumulation", "max_steps", "eval_interval", "eval_tokens", "log_interval")
+BOUNDS = {key: (1, None) for key in POSITIVE} | {
     "batch_size": (1, 2**20),  # the loader draws the sequences one by one
-    "grad_accumulation": (1, None),
-    "max_steps": (1, None),
-    "eval_interval": (1, None),
-    "eval_tokens": (1, None),
-    "log_interval": (1, None),
     "seed": (0, 2**32 - 1),
     "sample_tokens": (0, None),
     "timeout_s": (1, 365 * 24 * 3600),

@@ -3,19 +3,19 @@
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import track
-from torch import Tensor, nn
+from torch import nn
 
 from data.loader import IGNORED, document_options, gather, validation_batches
 from data.tokenizers import Tokenizer, end_of_text
 from data.tokens import TokenSet
 from errors import UserError
 from model.gpt2 import ModelConfig
+from trainer.build import batch_options
 from trainer.config import TrainConfig
 from trainer.precision import Compute
 
@@ -44,15 +44,9 @@ def validate(
     world, eot = compute.world, end_of_text(tokens.tokenizer)
     batches = validation_batches(
         tokens.val,
-        batch_size=settings.share(world.size)[0],
-        context_length=shape.context_length,
         max_tokens=settings.eval_tokens,
-        device=compute.device,
-        vocab_size=shape.vocab_size,
         name=str(tokens.dir / "val.bin"),
-        rank=world.rank,
-        ranks=world.size,
-        agree=world.agreed,
+        **batch_options(settings, shape, compute),
     )
     total, count = torch.zeros(2, dtype=torch.float64, device=compute.device)
     for inputs, targets in batches:
@@ -66,29 +60,6 @@ def validate(
     total, count = world.sum(torch.stack((total, count))).tolist()
     loss = total / count
     return {"val/loss": loss, "val/perplexity": perplexity(loss)}
-
-
-@dataclass
-class Score:
-    """A model's score on a token file. Words are separated by white space; end-of-text tokens are not words."""
-
-    nats: float
-    tokens: int
-    words: int
-
-    @property
-    def loss(self) -> float:
-        return self.nats / self.tokens
-
-    @property
-    def perplexity(self) -> float:
-        """Perplexity per token."""
-        return perplexity(self.loss)
-
-    @property
-    def word_perplexity(self) -> float:
-        """Perplexity per word, comparable with word-level models."""
-        return perplexity(self.nats / max(self.words, 1))
 
 
 def window_sizes(context_length: int | None, stride: int | None, longest: int) -> tuple[int, int]:
@@ -123,8 +94,11 @@ def score(
     batch: int,
     compute: Compute,
     document_mask: bool = False,
-) -> Score:
-    """Score the model on `tokens` (n,), `batch` windows at a time, with a progress bar on a terminal."""
+) -> dict[str, float]:
+    """Return the model's metrics on `tokens` (n,), in `batch` windows at a time, with a progress bar on a terminal.
+
+    The perplexity per word, which white space separates, can be compared with that of word-level models.
+    """
     if len(tokens) < 2:
         raise UserError(f"{name} holds {len(tokens)} tokens, and an evaluation needs 2; prepare more text")
     if tokens.max() >= model.config.vocab_size:
@@ -135,35 +109,27 @@ def score(
     words = count_words(tokens, tokenizer)
     model.eval()
     nats = torch.zeros((), dtype=torch.float64, device=compute.device)
-    pending: list[tuple[int, int, int]] = []
-    places, console = list(windows(len(tokens), context, stride)), Console(stderr=True)
-    shown = {"console": console, "disable": not console.is_terminal, "transient": True}
-    for i, place in enumerate(track(places, "evaluating", **shown)):
-        pending.append(place)
-        same_length_next = i + 1 < len(places) and places[i + 1][1] - places[i + 1][0] == place[1] - place[0]
-        if len(pending) == batch or not same_length_next:
-            inputs, targets = (x.to(compute.device) for x in _gather(tokens, pending, model.config.vocab_size, name))
-            options = document_options(inputs, tokenizer.eot, document_mask)
-            with compute.autocast():
-                nats += model(inputs, targets, **options).double() * (targets != IGNORED).sum()
-            pending = []
-    return Score(nats.item(), len(tokens) - 1, words)
-
-
-def _gather(
-    tokens: np.ndarray, places: list[tuple[int, int, int]], vocab_size: int, name: str
-) -> tuple[Tensor, Tensor]:
-    start, stop, _ = places[0]  # all have the same length
-    inputs, targets = gather(tokens, [start for start, *_ in places], stop - start, vocab_size, name)
-    for row, (start, stop, scored) in zip(targets, places, strict=True):
-        row[: stop - start - scored] = IGNORED
-    return inputs, targets
+    batches, console = [], Console(stderr=True)
+    for length, places in itertools.groupby(windows(len(tokens), context, stride), lambda place: place[1] - place[0]):
+        same = list(places)
+        batches += [(length, same[i : i + batch]) for i in range(0, len(same), batch)]
+    for length, places in track(
+        batches, "evaluating", console=console, disable=not console.is_terminal, transient=True
+    ):
+        inputs, targets = gather(tokens, [start for start, *_ in places], length, model.config.vocab_size, name)
+        for row, (*_, scored) in zip(targets, places, strict=True):
+            row[: length - scored] = IGNORED
+        inputs, targets = inputs.to(compute.device), targets.to(compute.device)
+        options = document_options(inputs, tokenizer.eot, document_mask)
+        with compute.autocast():
+            nats += model(inputs, targets, **options).double() * (targets != IGNORED).sum()
+    loss = nats.item() / (len(tokens) - 1)
+    metrics = {"val/loss": loss, "val/perplexity": perplexity(loss), "tokens": len(tokens) - 1}
+    return metrics | {"val/word_perplexity": perplexity(nats.item() / max(words, 1)), "words": words}
 
 
 def count_words(tokens: np.ndarray, tokenizer: Tokenizer) -> int:
     """Return the number of words in the documents' texts."""
     bounds = [0, *(np.flatnonzero(tokens == tokenizer.eot) + 1).tolist(), len(tokens)]
-    texts = (
-        tokenizer.decode(tokens[a:b][tokens[a:b] != tokenizer.eot].tolist()) for a, b in itertools.pairwise(bounds)
-    )
-    return sum(len(text.split()) for text in texts)
+    documents = (tokens[a:b][tokens[a:b] != tokenizer.eot] for a, b in itertools.pairwise(bounds))
+    return sum(len(tokenizer.decode(document.tolist()).split()) for document in documents)

@@ -20,12 +20,11 @@ import torch
 # Dense 16-bit peak with fp32 accumulation, in TFLOP/s, by the exact name that the driver reports. Names nest (A10 in
 # A100), and a MIG slice has its card's name with a suffix. Halved if a datasheet gives only a figure with sparsity.
 PEAK_TFLOPS = {
-    # NVIDIA A100 datasheet (2021)
+    # NVIDIA A100 (2021), A30, A10 and A40 datasheets
     "NVIDIA A100-SXM4-40GB": 312.0,
     "NVIDIA A100-SXM4-80GB": 312.0,
     "NVIDIA A100-PCIE-40GB": 312.0,
     "NVIDIA A100 80GB PCIe": 312.0,
-    # NVIDIA A30, A10 and A40 datasheets
     "NVIDIA A30": 165.0,
     "NVIDIA A10": 125.0,
     "NVIDIA A40": 149.7,
@@ -55,28 +54,22 @@ PEAK_TFLOPS = {
 def model_flops_per_token(
     n_params: int, n_layer: int, n_embd: int, context_length: int, causal: bool = False, kept: float = 1.0
 ) -> int:
-    """Return the FLOPs per token of a training step: 6N + 12 L d T, or 6N + 6 L d T if `causal`.
-
-    `n_params` leaves out the position table. `kept` is the share of the causal pairs of tokens that attention computes.
-    """
+    """Return the FLOPs per token of a training step. `n_params` leaves out the position table; `kept` is the share of
+    the causal pairs of tokens that attention computes."""
     attention = (6 if causal else 12) * n_layer * n_embd * context_length
     return 6 * n_params + round(attention * kept)
 
 
 def attention_flops(batch: int, heads: int, seq_len: int, head_dim: int, causal: bool, *, pass_: str) -> float:
     """Return the FLOPs of one attention call. `heads` counts query heads; `pass_` is forward, backward or both."""
-    forwards = {"forward": 1.0, "backward": 2.5, "both": 3.5}
-    if pass_ not in forwards:
-        raise ValueError(f"pass_ is {pass_!r}; it must be one of {', '.join(forwards)}")
     forward = 4 * batch * heads * seq_len**2 * head_dim / (2 if causal else 1)
-    return forwards[pass_] * forward
+    return {"forward": 1.0, "backward": 2.5, "both": 3.5}[pass_] * forward
 
 
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
-    """Return the device's dense matmul peak in FLOP/s, or None if it is unknown. Only 16-bit dtypes have a peak.
+    """Return the dense matmul peak in FLOP/s of a device, by torch's name of it, or None if it is unknown.
 
-    `device_name` is the name from torch.cuda.get_device_name. Whether fp32 runs as TF32 is a setting.
+    Only 16-bit dtypes have a peak: whether fp32 runs as TF32 is a setting.
     """
-    if device_name not in PEAK_TFLOPS or dtype not in (torch.bfloat16, torch.float16):
-        return None
-    return PEAK_TFLOPS[device_name] * 1e12
+    known = device_name in PEAK_TFLOPS and dtype in (torch.bfloat16, torch.float16)
+    return PEAK_TFLOPS[device_name] * 1e12 if known else None

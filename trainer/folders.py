@@ -13,14 +13,9 @@ from trainer.distributed.world import ALONE, World
 @contextmanager
 def claimed(folders: dict[Path, str], world: World = ALONE) -> Iterator[None]:
     """Make these folders, each the value of a setting, and lock them for this run."""
-    distinct = {folder.resolve(): setting for folder, setting in folders.items()}
+    distinct = {folder.resolve(): setting for folder, setting in folders.items()} if world.is_first else {}
     with ExitStack() as stack:
-
-        def claim() -> None:
-            for folder, setting in distinct.items() if world.is_first else ():
-                stack.enter_context(_claimed(folder, setting))
-
-        world.agreed(claim)
+        world.agreed(lambda: [stack.enter_context(_claimed(*item)) for item in distinct.items()])
         yield
 
 

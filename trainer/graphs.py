@@ -16,29 +16,22 @@ MicroStep = Callable[[Tensor, Tensor], Tensor]
 
 def check_graphs(settings: TrainConfig, compute: Compute) -> None:
     """Refuse train.cuda_graphs=true on a CPU, or with several processes, which exchange gradients during the step."""
-    if settings.cuda_graphs and compute.device.type != "cuda":
-        raise UserError("train.cuda_graphs=true needs a GPU; leave it out, or set device=cuda")
-    if settings.cuda_graphs and compute.world.parallel != "none":
-        raise UserError(
-            f"train.cuda_graphs=true does not work with parallel={compute.world.parallel}; leave it out, or start one "
-            "process, without torchrun"
-        )
+    if settings.cuda_graphs and (compute.device.type != "cuda" or compute.world.parallel != "none"):
+        raise UserError(f"train.cuda_graphs=true needs one process with a GPU, not {compute}; leave it out")
 
 
 def are_graphs_wanted(settings: TrainConfig, compute: Compute) -> bool:
     """Return whether to capture micro-steps: train.cuda_graphs, or if that is null, whether graphs can help.
 
-    Call this after the first step, which has allocated its memory. The GPU must have the same amount free, because
-    graphs keep their memory and evaluation needs its own. Full activation checkpointing and uncompiled models may use
-    random numbers in ways that a graph cannot hold.
+    After the first step, the GPU must have as much memory free as the step took, because graphs keep theirs and
+    evaluation needs its own. Full checkpointing and uncompiled models may draw random numbers that a graph cannot hold.
     """
-    device = compute.device
     if settings.cuda_graphs is not None:
         return settings.cuda_graphs
-    if compute.world.parallel != "none" or not is_compiled(settings, compute) or device.type != "cuda":
+    is_alone_on_gpu = compute.world.parallel == "none" and compute.device.type == "cuda"
+    if not is_alone_on_gpu or not is_compiled(settings, compute) or settings.activation_checkpointing == "full":
         return False
-    has_room = torch.cuda.memory_reserved(device) <= torch.cuda.mem_get_info(device)[0]
-    return has_room and settings.activation_checkpointing != "full"
+    return torch.cuda.memory_reserved(compute.device) <= torch.cuda.mem_get_info(compute.device)[0]
 
 
 def capture(

@@ -40,10 +40,8 @@ def sparsity_setting(state: State) -> str:
 def load_model(
     source: str, attention: AttentionConfig, activation_checkpointing: str = "none", any_pairs: bool = False
 ) -> tuple[GPT2, str]:
-    """Return the model of a checkpoint, a Hugging Face folder or a hub id, and the name of its tokenizer.
-
-    The model must be run with the sparsity of its training, unless `any_pairs`.
-    """
+    """Return the model of a checkpoint, a Hugging Face folder or a hub id, and the name of its tokenizer. Unless
+    `any_pairs`, it must be run with the sparsity of its training."""
     path = Path(source)
     if path.exists() and not (path / WEIGHTS).is_file():
         state = load(path)

@@ -23,27 +23,25 @@ def explaining_out_of_memory(model: nn.Module, settings: TrainConfig, compute: C
 
 
 def out_of_memory(reason: str, model: nn.Module, settings: TrainConfig, compute: Compute) -> str:
-    """Return a sentence about training steps that did not fit. `reason` is torch's message."""
-    shape, device, world = model.config, compute.device, compute.world
+    """Return a sentence about training steps that did not fit. `reason` is torch's message.
+
+    Its remedies begin with those that leave the optimizer step as it is.
+    """
+    device, world = compute.device, compute.world
     peak = f" at a peak of {torch.cuda.max_memory_allocated(device) / GIB:.1f} GiB" if device.type == "cuda" else ""
     batch_size, micro_steps = settings.share(world.size)
+    remedies = ["choose a shorter model.context_length or a smaller model"]
+    if world.parallel == "ddp":
+        remedies.insert(0, "set parallel=fsdp")
+    if settings.activation_checkpointing != CHECKPOINTING[-1]:
+        stronger = CHECKPOINTING[CHECKPOINTING.index(settings.activation_checkpointing) + 1]
+        remedies.insert(0, f"set train.activation_checkpointing={stronger}")
+    if batch_size > 1:
+        smaller = next(size for size in range(batch_size // 2, 0, -1) if batch_size * micro_steps % size == 0)
+        remedies.insert(0, f"set train.batch_size={smaller} train.grad_accumulation={settings.sequences // smaller}")
     who = f"process {world.rank} of {world.size}: " if world.size > 1 else ""
     return (
         f"{who}out of memory{peak} ({reason}): a GPT-2 of {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M "
-        f"parameters, train.batch_size={batch_size}, model.context_length={shape.context_length}; "
-        f"{' or '.join(remedies(settings, batch_size, micro_steps, world.parallel))}"
+        f"parameters, train.batch_size={batch_size}, model.context_length={model.config.context_length}; "
+        f"{' or '.join(remedies)}"
     )
-
-
-def remedies(settings: TrainConfig, batch_size: int, micro_steps: int, parallel: str) -> Iterator[str]:
-    """Yield settings that need less memory: first the ones that leave the optimizer step as it is."""
-    if batch_size > 1:
-        smaller = next(size for size in range(batch_size // 2, 0, -1) if batch_size * micro_steps % size == 0)
-        steps = settings.sequences // smaller
-        yield f"set train.batch_size={smaller} train.grad_accumulation={steps}"
-    if settings.activation_checkpointing != CHECKPOINTING[-1]:
-        stronger = CHECKPOINTING[CHECKPOINTING.index(settings.activation_checkpointing) + 1]
-        yield f"set train.activation_checkpointing={stronger}"
-    if parallel == "ddp":
-        yield "set parallel=fsdp"
-    yield "choose a shorter model.context_length or a smaller model"

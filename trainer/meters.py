@@ -16,9 +16,9 @@ GIB = 2**30
 class ThroughputMeter:
     """Times windows of training steps, without the compilation, evaluation and saving in between.
 
-    The first window opens after the first step, which compiles. Opening and closing a window waits for the device;
-    `step` does not. Tokens per second are of all `n_devices`; TFLOP/s, MFU and `peak_flops` (FLOP/s, None if unknown)
-    are per device. `waited_s` returns the seconds that the run has waited for data so far. `clock` returns seconds.
+    The first window opens after the first step, which compiles. Opening and closing a window waits for the device.
+    Tokens per second are of all `n_devices`; TFLOP/s, MFU and `peak_flops` (FLOP/s, None if unknown) are per device.
+    `waited_s` returns the seconds that the run has waited for data so far.
     """
 
     tokens_per_step: int
@@ -43,7 +43,7 @@ class ThroughputMeter:
 
     @contextmanager
     def excluded(self) -> Iterator[None]:
-        """Leave the time inside the context out of the window. Contexts must not nest."""
+        """Leave the time inside the context out of the window."""
         began = self._synchronised_time()
         try:
             yield
@@ -57,9 +57,8 @@ class ThroughputMeter:
         """
         if self._opened is None:
             return {}
-        now, metrics = self._synchronised_time(), {}
-        if self._steps > 0:
-            metrics = self._throughput(now - self._opened - self._excluded_s) | self._memory()
+        now = self._synchronised_time()
+        metrics = self._metrics(now - self._opened - self._excluded_s) if self._steps else {}
         self._open(now)
         return metrics
 
@@ -74,7 +73,7 @@ class ThroughputMeter:
             torch.cuda.synchronize(self.device)
         return self.clock()
 
-    def _throughput(self, seconds: float) -> dict[str, float]:
+    def _metrics(self, seconds: float) -> dict[str, float]:
         tokens_per_second = self._steps * self.tokens_per_step / seconds
         flops = tokens_per_second / self.n_devices * self.flops_per_token
         metrics = {
@@ -86,13 +85,10 @@ class ThroughputMeter:
         }
         if self.peak_flops is not None:
             metrics["perf/mfu"] = flops / self.peak_flops
-        return metrics
-
-    def _memory(self) -> dict[str, float]:
         if self.device.type == "cuda":
-            return {
-                "memory/peak_allocated_gib": torch.cuda.max_memory_allocated(self.device) / GIB,
-                "memory/peak_reserved_gib": torch.cuda.max_memory_reserved(self.device) / GIB,
-            }
-        rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return {"memory/peak_rss_gib": rss * (1 if sys.platform == "darwin" else 1024) / GIB}  # macOS counts bytes
+            metrics["memory/peak_allocated_gib"] = torch.cuda.max_memory_allocated(self.device) / GIB
+            metrics["memory/peak_reserved_gib"] = torch.cuda.max_memory_reserved(self.device) / GIB
+        else:
+            unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes
+            metrics["memory/peak_rss_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
+        return metrics

@@ -52,7 +52,7 @@ def learning_rate(step: int, config: OptimizerConfig, max_steps: int) -> float:
     min_lr = config.lr / 10 if config.min_lr is None else config.min_lr
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
-    decay_steps = max_steps if config.decay_steps is None else config.decay_steps
+    decay_steps = config.decay_steps or max_steps
     progress = min(1.0, (step - config.warmup_steps) / max(1, decay_steps - config.warmup_steps))
     return min_lr + 0.5 * (1 + math.cos(math.pi * progress)) * (config.lr - min_lr)
 
@@ -65,9 +65,9 @@ class AdamW(torch.optim.AdamW):
         """Update all parameters. On a CPU this is torch.optim.AdamW's step."""
         if self.param_groups[0]["params"][0].device.type != "cuda":
             super().step()
-            return
-        for group in self.param_groups:
-            self._step_of(group)
+        else:
+            for group in self.param_groups:
+                self._step_of(group)
 
     def _step_of(self, group: dict) -> None:
         from kernels.adamw.triton_kernels import adamw_  # only a GPU needs Triton
@@ -81,26 +81,20 @@ class AdamW(torch.optim.AdamW):
                 self.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
         state = ([self.state[p][key] for p in weights] for key in ("exp_avg", "exp_avg_sq", "step"))
         tensors = [[local_part(x) for x in of_one_kind] for of_one_kind in (weights, [p.grad for p in weights], *state)]
-        zero = tensors[0][0].new_zeros(())
+        zero, (beta1, beta2) = tensors[0][0].new_zeros(()), group["betas"]
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         scalars = zero + 1 if scale is None else scale, zero if found_inf is None else found_inf
-        beta1, beta2 = group["betas"]
         settings = {"lr": group["lr"], "eps": group["eps"], "weight_decay": group["weight_decay"]}
         adamw_(*tensors, *scalars, beta1=beta1, beta2=beta2, **settings)
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Return two groups: matrices and tables decay, all other parameters do not."""
+def build_optimizer(model: nn.Module, config: OptimizerConfig, kind: type[torch.optim.AdamW] = AdamW) -> AdamW:
+    """Return fused AdamW. Only matrices and tables decay. Benchmarks pass another `kind` to compare with."""
     decayed = [p for p in model.parameters() if p.ndim >= 2]
     others = [p for p in model.parameters() if p.ndim < 2]
-    groups = {"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}
-    return [group for group in groups if group["params"]]
-
-
-def build_optimizer(model: nn.Module, config: OptimizerConfig, kind: type[torch.optim.AdamW] = AdamW) -> AdamW:
-    """Return fused AdamW over all parameters. Benchmarks pass another `kind` to compare with."""
-    groups, betas = parameter_groups(model, config.weight_decay), (config.beta1, config.beta2)
-    return kind(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
+    groups = {"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}
+    groups = [group for group in groups if group["params"]]
+    return kind(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
 
 
 def set_learning_rate(optimizer: AdamW, lr: float) -> None:
@@ -112,9 +106,8 @@ def set_learning_rate(optimizer: AdamW, lr: float) -> None:
 def clip_gradients(optimizer: AdamW, scaler: torch.amp.GradScaler, grad_clip: float) -> Tensor:
     """Clip the norm of the whole gradient to `grad_clip` (0: do not clip) and return the norm before it, a scalar.
 
-    If the norm is not finite, the optimizer's next step leaves weights and moments unchanged. The device decides that,
-    and the host does not wait: fused AdamW reads `found_inf`, the flag by which GradScaler skips fp16 steps. Without a
-    loss scale, AdamW also divides by `grad_scale`, which clips without another pass over the gradients.
+    If the norm is not finite, the optimizer's next step leaves weights and moments unchanged. The host does not wait:
+    fused AdamW reads `found_inf`, and divides by `grad_scale`, which clips without another pass over the gradients.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if scaler.is_enabled():

@@ -39,11 +39,9 @@ class StopRequest:
     def is_requested(self) -> bool:
         """Return whether any process got a signal. All processes call this together, and then all have the signal."""
         number = self._world.largest(0 if self.signal is None else int(self.signal))
-        if not number:
-            return False  # even if a signal has come since: the other processes do not know
-        if self.signal is None:
+        if number and self.signal is None:
             self._heed(number)
-        return True
+        return bool(number)  # a signal that has come since does not count: the other processes do not know
 
     def end_process(self) -> None:
         """After a signal, exit with 128 plus its number. After SIGUSR1 and SIGUSR2, call the original handler, by which

@@ -13,6 +13,8 @@ from trainer.checkpoint.load import of_this_version
 from trainer.checkpoint.sharded import read_parts
 from trainer.distributed.parallel import split_moments, split_weights
 
+NUMBERS = ("step", "best_loss", "evaluated", "skipped", "norms")
+
 
 @dataclass
 class TrainState:
@@ -23,18 +25,12 @@ class TrainState:
     scaler: torch.amp.GradScaler
     loader: TrainLoader
     tokenizer: str
-    step: int = 0
-    """Finished optimizer steps."""
-    best_loss: float = float("inf")
-    """Lowest validation loss so far, in nats."""
-    evaluated: int = 0
-    """The step of the last complete evaluation."""
-    skipped: int = 0
-    """Steps that were dropped because loss or gradient was not finite."""
-    norms: list[float] = field(default_factory=list)
-    """Gradient norms of the last steps. Watch compares new norms with their median."""
-    config: State = field(default_factory=dict)
-    """The settings of the run, for whoever finds the checkpoint. A resumed run uses its own settings."""
+    step: int = 0  # finished optimizer steps
+    best_loss: float = float("inf")  # lowest validation loss so far, in nats
+    evaluated: int = 0  # the step of the last complete evaluation
+    skipped: int = 0  # steps that were dropped because loss or gradient was not finite
+    norms: list[float] = field(default_factory=list)  # of the last steps' gradients, whose median is the usual norm
+    config: State = field(default_factory=dict)  # the run's settings
 
     @property
     def tokens(self) -> int:
@@ -56,13 +52,8 @@ class TrainState:
             "loader": self.loader.state_dict(),
             "config": self.config,
             "tokenizer": self.tokenizer,
-            "step": self.step,
-            "best_loss": self.best_loss,
-            "evaluated": self.evaluated,
-            "skipped": self.skipped,
-            "norms": list(self.norms),
             "rng": random_state(),
-        }
+        } | {key: getattr(self, key) for key in NUMBERS}
 
     def load_state_dict(self, state: State) -> None:
         """Restore a state. If its tensors are still in their folder, read this process's part."""
@@ -78,9 +69,8 @@ class TrainState:
         if state["scaler"]:  # only runs in fp16 have one
             self.scaler.load_state_dict(state["scaler"])
         self.loader.load_state_dict(state["loader"])
-        self.step, self.best_loss, self.skipped = state["step"], float(state["best_loss"]), int(state["skipped"])
-        self.norms = [float(norm) for norm in state["norms"]]
-        self.evaluated = int(state["evaluated"])
+        for key in NUMBERS:
+            setattr(self, key, state[key])
         set_random_state(state["rng"])
 
 

@@ -35,22 +35,16 @@ def describe(
         f"{tokens.dir}: {len(tokens.train):,} training and {len(tokens.val):,} validation tokens ({tokens.tokenizer})",
         f"{start}, to step {settings.max_steps} of {settings.sequences * shape.context_length:,} tokens",
     ]
-    if attention.name == "flash2":
-        lines.insert(1, f"flash2 launches {_kernels(model, attention, settings, compute, document_mask)}")
+    if attention.name == "flash2" and compute.device.type == "cpu":
+        lines.insert(1, "flash2 launches its PyTorch definition")
+    elif attention.name == "flash2":
+        from kernels.common.launching import arch_of  # needs Triton, which a machine without a GPU may lack
+        from kernels.flash2.dispatch import explain
+
+        deterministic, where = attention.deterministic or settings.deterministic, arch_of(compute.device)
+        kind = shape.head_dim, compute.dtype, True, shape.context_length, where, shape.dropout
+        lines.insert(1, f"flash2 launches {explain(*kind, deterministic, document_mask)}")
     return "\n".join(lines)
-
-
-def _kernels(
-    model: GPT2, attention: AttentionConfig, settings: TrainConfig, compute: Compute, document_mask: bool
-) -> str:
-    if compute.device.type == "cpu":
-        return "its PyTorch definition"
-    from kernels.common.launching import arch_of  # needs Triton, which a machine without a GPU may lack
-    from kernels.flash2.dispatch import explain
-
-    shape, deterministic = model.config, attention.deterministic or settings.deterministic
-    where = shape.context_length, arch_of(compute.device)
-    return explain(shape.head_dim, compute.dtype, True, *where, shape.dropout, deterministic, document_mask)
 
 
 def last_words(

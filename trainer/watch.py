@@ -28,10 +28,8 @@ OVERFLOWS = 40  # fp16 overflows in a row, starting from a loss scale of 2^16; b
 
 @dataclass
 class Watch:
-    """Judges every step of a run by its loss and gradient norm, and writes records of bad steps to `folder`.
-
-    All processes see the same numbers and judge alike; the first one writes. `tell` prints one line for the user.
-    """
+    """Judges every step of a run by its loss and gradient norm, and writes records of bad steps to `folder`. All
+    processes see the same numbers and judge alike; the first one writes. `tell` prints one line for the user."""
 
     state: TrainState
     settings: TrainConfig
@@ -56,13 +54,8 @@ class Watch:
         self._window = []
         for step, (loss, norm) in enumerate(rows, start=self.state.step - len(rows) + 1):
             self._judge(step, loss, norm)
-        loss, norm = rows[-1]
-        self._newest = {
-            "train/loss": loss,
-            "train/perplexity": perplexity(loss),
-            "train/grad_norm": norm,
-            "train/lr": self.state.optimizer.param_groups[0]["lr"],
-        }
+        self._newest = {"train/loss": loss, "train/perplexity": perplexity(loss), "train/grad_norm": norm}
+        self._newest["train/lr"] = self.state.optimizer.param_groups[0]["lr"]
         if self.settings.on_nan == "skip":
             self._newest["train/skipped_steps"] = self.state.skipped
 
@@ -77,20 +70,17 @@ class Watch:
         if not broken and spike is None:
             return
         told = f"the loss was {loss:.6g} and the gradient norm {norm:.6g} at step {step}"
+        dropped = f"{told}; the weights did not take this step"
         stops = broken and (self.settings.on_nan == "stop" or self._in_a_row == IN_A_ROW)
         saved = self.checkpoints.save_at_failure(self.state) if stops else ""
         look = self._record(step, loss, norm)
         if stops:
-            raise UserError(
-                f"{told}; the weights did not take this step. {saved} Lower optimizer.lr, or check the data: {look}"
-            )
+            raise UserError(f"{dropped}. {saved} Lower optimizer.lr, or check the data: {look}")
         if spike is not None:
             self.tell(f"{told}, {spike:,.1f} times the usual norm; {look}")
         if broken:
             self.state.skipped += 1
-            self.tell(
-                f"{told}; the weights did not take this step (train.on_nan=skip, {self.state.skipped} so far); {look}"
-            )
+            self.tell(f"{dropped} (train.on_nan=skip, {self.state.skipped} so far); {look}")
 
     def _is_broken(self, loss: float, norm: float) -> bool:
         """Return whether the step is not finite. fp16 finds its loss scale by overflows, so a few are normal there."""
@@ -138,10 +128,10 @@ def read_record(path: Path) -> State:
     """Return the content of a record that a Watch wrote."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        weights, loader = content["checkpoint"], content["loader"]
+        loader = content["loader"]
         known = content.keys() >= {"step", "loss", "grad_norm", "scaler", "config"}
-        known = known and loader.keys() >= {"seed", "context_length", "tokens"} and isinstance(weights, str | None)
-        known = known and isinstance(loader["position"], int) and loader["position"] >= 0
+        known &= isinstance(content["checkpoint"], str | None)
+        known &= loader.keys() >= {"seed", "context_length", "tokens"} and loader["position"] >= 0
     except OSError as error:
         raise UserError(
             f"record={path} cannot be read ({error.strerror}); give a file of a run's replay folder"

@@ -49,11 +49,6 @@ def test_kernel_and_model_count_the_same_forward_work():
     assert 3 * forward / (2 * 1024) == model_flops_per_token(0, 1, 768, 1024)
 
 
-def test_an_unknown_pass_is_refused():
-    with pytest.raises(ValueError, match="forward, backward, both"):
-        attention_flops(1, 1, 16, 16, False, pass_="fwd")
-
-
 @pytest.mark.parametrize(
     ("name", "tflops"),
     [

@@ -26,12 +26,16 @@ LOSSES = ("train/loss", "train/grad_norm", "train/lr", "val/loss")
 CPU, GPU = Compute(torch.device("cpu"), torch.float32), Compute(torch.device("cuda"), torch.bfloat16)
 
 
-def test_graphs_are_refused_where_there_are_none(workplace):
+def test_graphs_are_refused_where_there_are_none(workplace, monkeypatch):
     outcome = train("run", "train.cuda_graphs=true")
-    assert outcome.code == 2 and "train.cuda_graphs=true needs a GPU; leave it out" in outcome.err
+    assert (
+        outcome.code == 2
+        and "train.cuda_graphs=true needs one process with a GPU, not CPU, fp32; leave it out" in outcome.err
+    )
     assert not Path("run/metrics.jsonl").exists()
     together = Compute(torch.device("cuda"), torch.bfloat16, World(rank=0, size=2, parallel="ddp"))
-    with pytest.raises(UserError, match="with parallel=ddp; leave it out, or start one process, without torchrun"):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H200")
+    with pytest.raises(UserError, match="needs one process with a GPU, not 2 x H200, bf16, ddp; leave it out"):
         check_graphs(TrainConfig(cuda_graphs=True), together)
     for compute in (CPU, together):
         check_graphs(TrainConfig(), compute)

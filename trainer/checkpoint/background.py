@@ -15,17 +15,13 @@ from trainer.checkpoint.files import State
 from trainer.checkpoint.single import SingleFileStore
 from trainer.distributed.world import local_part
 
-GIB = 2**30
 MOMENTS = ("exp_avg", "exp_avg_sq")
 KINDS = ("model", *(f"optimizer.{moment}" for moment in MOMENTS))  # kinds of tensors; a parameter's name follows
 
 
 class BackgroundStore(SingleFileStore):
-    """A store whose `save` returns after copying the state; a thread writes the copy.
-
-    Host memory for weights and moments is allocated once. One state is pending at a time: the next save waits for it
-    and raises its error.
-    """
+    """A store whose `save` returns after copying the state to host memory, which is allocated once. A thread writes
+    the copy. One state is pending at a time: the next save waits for it and raises its error."""
 
     def __init__(self, folder: Path, keep: int, writes: bool, model: nn.Module):
         super().__init__(folder, keep, writes)
@@ -58,7 +54,7 @@ class BackgroundStore(SingleFileStore):
         path = self.path_of(state["step"], best)
         if self.writes:
             self._copy(state)
-            self._submit(path, lambda: self._write(path, join_state(self._rest, self._host), best))
+            self._submit(path, self._write, join_state(self._rest, self._host), best)
         return path
 
     def _copy(self, state: State) -> dict[str, Tensor] | None:
@@ -76,10 +72,10 @@ class BackgroundStore(SingleFileStore):
             torch.cuda.current_stream().synchronize()
         return tensors
 
-    def _submit(self, path: Path, write: Callable[[], object]) -> None:
+    def _submit(self, path: Path, write: Callable[..., object], *arguments: object) -> None:
         def act() -> None:
             began = time.monotonic()
-            write()
+            write(path, *arguments)
             self.tell(f"saved {path} in {time.monotonic() - began:.1f} s, beside training")
 
         self._pending.append(self._thread.submit(act))
@@ -93,7 +89,7 @@ def host_memory(parts: dict[str, Tensor]) -> dict[str, Tensor]:
             for kind, (name, part) in product(KINDS, parts.items())
         }
     except RuntimeError as error:
-        size = len(KINDS) * sum(part.nbytes for part in parts.values()) / GIB
+        size = len(KINDS) * sum(part.nbytes for part in parts.values()) / 2**30
         raise UserError(
             f"the host lacks {size:.1f} GiB for a copy of the checkpoint ({described(error)}); set "
             "checkpoint.asynchronous=false, or start more processes with parallel=fsdp or hsdp"

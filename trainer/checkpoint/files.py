@@ -50,7 +50,7 @@ def write_file(path: Path, state: State) -> None:
 
 
 def link(source: Path, path: Path) -> bool:
-    """Give the file `source` a second name atomically. Return False if the disk does not support links."""
+    """Give the file `source` a second name atomically. Return False if the disk refuses."""
     partial = path.with_suffix(PARTIAL)
     try:
         if not (path.exists() and path.samefile(source)):
@@ -85,11 +85,7 @@ def remove(path: Path) -> None:
 
 
 def read_file(path: Path) -> State:
-    """Return the content of a checkpoint file, on the CPU.
-
-    Raises:
-        CheckpointError: the file is damaged, or is not a checkpoint of this trainer.
-    """
+    """Return the content of a checkpoint file, on the CPU. A damaged or foreign file raises a CheckpointError."""
     if damage := _damage_of(path):
         raise CheckpointError(f"{path} is not a readable checkpoint ({damage})")
     try:
@@ -103,8 +99,6 @@ def read_file(path: Path) -> State:
 
 
 def _damage_of(path: Path) -> str | None:
-    if not path.is_file():
-        return "it is missing"
     try:
         with open(path, "rb") as file:
             size = max(0, path.stat().st_size - SEAL_SIZE)

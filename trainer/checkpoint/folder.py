@@ -34,12 +34,10 @@ def candidates(source: str | Path) -> list[Path]:
         source = source.parent
     if source.is_file() or (source / REST).is_file() or (source.is_dir() and NAME.fullmatch(source.name)):
         return [source]
-    return next((found for folder in (source, source / "checkpoints") if (found := _kept(folder))), [])
-
-
-def _kept(folder: Path) -> list[Path]:
-    best = folder / "best.pt"
-    return checkpoints_in(folder)[::-1] + ([best] if best.is_file() else [])
+    for folder in (source, source / "checkpoints"):
+        if found := [*checkpoints_in(folder)[::-1], *folder.glob("best.pt")]:
+            return found
+    return []
 
 
 def find(source: str | Path) -> Path | None:
@@ -74,8 +72,7 @@ def outdated(folder: Path, step: int, keep: int) -> list[Path]:
 def read_checked(path: Path) -> State:
     """Return the content of a checkpoint's file, or of rest.pt of a folder after checking all parts.
 
-    Raises:
-        CheckpointError: the file or a part is damaged, or is not from this trainer.
+    A damaged or foreign file or part raises a CheckpointError.
     """
     if not path.is_dir():
         return read_file(path)
@@ -84,19 +81,11 @@ def read_checked(path: Path) -> State:
     if not isinstance(parts, dict):
         raise CheckpointError(f"{path} is not a checkpoint of this trainer")
     for name in sorted({*parts, *(part.name for part in path.glob(PARTS))}):
-        if damage := _damage_of_part(path / name, parts.get(name)):
-            raise CheckpointError(f"{path} is not a readable checkpoint ({name} {damage})")
+        try:
+            with open(path / name, "rb") as file:
+                matches = hashlib.file_digest(file, "sha256").hexdigest() == parts.get(name)
+        except OSError as error:
+            raise CheckpointError(f"{path / name} cannot be read: {error.strerror}") from error
+        if not matches:
+            raise CheckpointError(f"{path} is not a readable checkpoint ({name} does not match its checksum)")
     return state
-
-
-def _damage_of_part(path: Path, digest: str | None) -> str | None:
-    if digest is None:
-        return "does not belong to it"
-    if not path.is_file():
-        return "is missing"
-    try:
-        with open(path, "rb") as file:
-            matches = hashlib.file_digest(file, "sha256").hexdigest() == digest
-    except OSError as error:
-        return f"cannot be read: {error.strerror}"
-    return None if matches else "does not match its checksum: it is damaged"

@@ -14,10 +14,10 @@ SHAPE = ("context_length", "n_layer", "n_head", "n_embd", "vocab_size")  # a res
 
 
 def load(source: str | Path, key: str = "checkpoint", tell: Callable[[str], None] = print, whole: bool = True) -> State:
-    """Return the state in a checkpoint or in the newest complete one of a folder, on the CPU.
+    """Return the state in a checkpoint or in the newest complete one of a folder, on the CPU, with its "path".
 
-    The state also has its "path". Errors name the setting `key`. `tell` prints which newer checkpoints are damaged.
-    With whole=False, the tensors of a sharded checkpoint stay on the disk, in the state's "folder".
+    Errors name the setting `key`. `tell` prints which newer checkpoints are damaged. With whole=False, the tensors of a
+    sharded checkpoint stay on the disk, in the state's "folder".
     """
     refused: list[CheckpointError] = []
     for path in candidates(source):
@@ -80,14 +80,7 @@ def check_resumable(state: State, shape: dict[str, object], tokenizer: str) -> N
         )
     with of_this_version(state):
         saved = {key: state["model_config"][key] for key in SHAPE}
-        differing = next((key for key in SHAPE if saved[key] != shape[key]), None)
-        longer = differing == "context_length" and shape[differing] > saved[differing]
-    if longer:
-        raise UserError(
-            f"model.context_length={shape['context_length']} exceeds the {saved['context_length']} positions of "
-            f"checkpoint.resume={source}; set model.context_length={saved['context_length']}"
-        )
-    if differing:
+    if differing := next((key for key in SHAPE if saved[key] != shape[key]), None):
         raise UserError(
             f"model.{differing}={shape[differing]}, but checkpoint.resume={source} has {saved[differing]}; set "
             f"model.{differing}={saved[differing]}"
@@ -96,11 +89,7 @@ def check_resumable(state: State, shape: dict[str, object], tokenizer: str) -> N
 
 @contextmanager
 def of_this_version(state: State) -> Iterator[None]:
-    """Wrap code that takes apart a state returned by `load`.
-
-    Raises:
-        CheckpointError: a part is missing or has another form, as in a checkpoint of another version.
-    """
+    """Raise a CheckpointError if the code inside finds a state of `load` without a part, or with another form of it."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:

@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from data.loader import DataError
 from errors import UserError
@@ -26,8 +25,7 @@ class Checkpoints:
     """Saves a run's state. All processes call every method together, and an error of one is raised in all."""
 
     def __init__(self, store: SingleFileStore, on_error: str, world: World):
-        self.newest: Path | None = None
-        """The last regular checkpoint that this run saved."""
+        self.newest: Path | None = None  # the last regular checkpoint that this run saved
         self._store, self._on_error, self._world = store, on_error, world
         self._saved_step: int | None = None
 
@@ -50,8 +48,7 @@ class Checkpoints:
     def save(self, state: TrainState) -> None:
         """Save the state, or start to if the store writes in the background.
 
-        Raises:
-            CheckpointError: checkpoint.on_error=stop, and weights are not finite or the disk refuses.
+        With checkpoint.on_error=stop, this raises a CheckpointError if weights are not finite or the disk refuses.
         """
         if path := self._attempt(state, self._store.save):
             self.newest, self._saved_step = path, state.step
@@ -102,17 +99,13 @@ class Checkpoints:
 
     def _sound(self, state: TrainState) -> State:
         """Return the state to save. All processes raise a CheckpointError if weights are not finite."""
-        if self._world.sum(torch.tensor(0 if are_finite(state.model) else 1)):
+        finite = torch.stack([local_part(parameter).isfinite().all() for parameter in state.model.parameters()]).all()
+        if self._world.sum(torch.tensor(0 if finite else 1)):
             raise CheckpointError(
                 f"the weights are not finite after step {state.step} and are not saved; lower optimizer.lr, and "
                 f"{how_to_continue(self._store.folder)}"
             )
         return state.state_dict()
-
-
-def are_finite(model: nn.Module) -> bool:
-    """Return whether all weights are finite. With sharded weights, this covers this process's part."""
-    return bool(torch.stack([local_part(parameter).isfinite().all() for parameter in model.parameters()]).all())
 
 
 def open_checkpoints(

@@ -9,10 +9,8 @@ from trainer.checkpoint.folder import find, outdated
 
 
 class SingleFileStore:
-    """Writes the checkpoints of one run to `folder` and keeps the newest `keep`.
-
-    Processes call every method together, in the same order; only the one that `writes` touches the disk.
-    """
+    """Writes a run's checkpoints to `folder` and keeps the newest `keep`. Processes call every method together, in the
+    same order; only the one that `writes` touches the disk."""
 
     def __init__(self, folder: Path, keep: int, writes: bool = True):
         self.folder, self.keep, self.writes = folder, keep, writes
@@ -23,10 +21,9 @@ class SingleFileStore:
         return self.folder / ("best.pt" if best else f"step-{step:08d}.pt")
 
     def save(self, state: State, *, best: bool = False) -> Path:
-        """Write the state, as best.pt or under its step. The latter also deletes outdated checkpoints.
+        """Write the state, as best.pt or under its step; the latter also deletes outdated checkpoints.
 
-        Raises:
-            CheckpointError: the disk refuses the file; all earlier checkpoints are unchanged.
+        If the disk refuses, this raises a CheckpointError, and all earlier checkpoints are unchanged.
         """
         path = self.path_of(state["step"], best)
         if self.writes:

@@ -1,9 +1,7 @@
-"""Several processes that train one model together, one per device: their ranks, how they join, and how they agree.
-
-torchrun, or submitit on a Slurm cluster, starts the processes and sets their ranks.
-"""
+"""Several processes, started by torchrun or submitit, that train one model together: how they join and agree."""
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,8 +25,7 @@ class World:
 
     rank: int = 0
     size: int = 1
-    parallel: str = "none"
-    """One of PARALLEL."""
+    parallel: str = "none"  # one of PARALLEL
     ranks_per_node: int = 1
 
     @property
@@ -59,7 +56,7 @@ class World:
         """Call `act` in all processes and return its result. If one raises a UserError, all processes raise it."""
         if self.parallel == "none":
             return act()
-        result, refusal = None, None
+        result = refusal = None
         try:
             result = act()
         except UserError as error:
@@ -115,8 +112,7 @@ def join(parallel: str | None, device: str, timeout_s: int) -> Iterator[World]:
             f"parallel=hsdp needs the same number of processes on every node, and {size} is not a multiple of "
             f"{ranks_per_node}; start {ranks_per_node} on each node, or set parallel=fsdp"
         )
-    on_gpus = device != "cpu" and torch.cuda.is_available()
-    if on_gpus:
+    if on_gpus := device != "cpu" and torch.cuda.is_available():
         if local_rank >= (gpus := torch.cuda.device_count()):
             raise UserError(
                 f"{ranks_per_node} processes were started on a machine with {gpus} GPUs; start one process per GPU, or "
@@ -127,7 +123,8 @@ def join(parallel: str | None, device: str, timeout_s: int) -> Iterator[World]:
     try:
         yield World(rank, size, parallel, ranks_per_node)
     except Exception as error:
-        if not _is_of_communication(error):
+        of_gloo = isinstance(error, RuntimeError) and re.search("gloo|pair closure", str(error))  # gloo has no class
+        if not (isinstance(error, dist.DistError) or of_gloo):
             raise
         raise UserError(
             f"process {rank} of {size} lost another process, or waited more than train.timeout_s={timeout_s} seconds "
@@ -179,27 +176,17 @@ def is_of_submitit() -> bool:
 
 def _init_process_group(on_gpus: bool, timeout_s: int) -> None:
     timeout = timedelta(seconds=timeout_s)
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpus else None
     try:
         store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
         # torchrun keeps its store when it restarts the processes. Without a prefix they would find the addresses of
         # the processes that have ended (pytorch/pytorch#135712). All nodes have the same count.
-        store = dist.PrefixStore(f"life {restarts()}", store)
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if on_gpus else "gloo",
-            store=store,
-            rank=rank,
-            world_size=size,
-            timeout=timeout,
-            device_id=torch.device("cuda", torch.cuda.current_device()) if on_gpus else None,
-        )
+        options = {"store": dist.PrefixStore(f"life {restarts()}", store), "rank": rank, "world_size": size}
+        backend = "cpu:gloo,cuda:nccl" if on_gpus else "gloo"
+        dist.init_process_group(backend, timeout=timeout, device_id=device, **options)
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         raise UserError(
             f"process {os.environ['RANK']} did not reach all {os.environ['WORLD_SIZE']} processes at "
             f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within train.timeout_s={timeout_s} seconds; "
             "check that every node was started and can reach that address"
         ) from error
-
-
-def _is_of_communication(error: Exception) -> bool:
-    of_gloo = any(word in str(error) for word in ("gloo", "pair closure"))  # gloo has no exception class
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and of_gloo)

@@ -83,7 +83,7 @@ def test_a_resumed_run_has_the_same_state_and_continues_to_the_bit(tmp_path):
     [
         ({"n_layer": 3}, "model.n_layer=3, but checkpoint.resume=this has 1; set model.n_layer=1"),
         ({"vocab_size": 99}, "set model.vocab_size=65"),
-        ({"context_length": 9}, "exceeds the 8 positions of checkpoint.resume=this; set model.context_length=8"),
+        ({"context_length": 9}, "but checkpoint.resume=this has 8; set model.context_length=8"),
         ({"context_length": 7}, "set model.context_length=8"),
     ],
 )
