@@ -29,7 +29,6 @@ from kernels.hopper.product import (
     CHUNK_LAYOUT,
     CHUNKS,
     REGISTERS,
-    M,
     N,
     chunk_places,
     count_tiles,
@@ -39,7 +38,7 @@ from kernels.hopper.product import (
     shared_memory,
     tile_at,
 )
-from kernels.hopper.warpgroups import barrier, signature_of
+from kernels.hopper.warpgroups import barrier
 
 HIGHEST: gl.constexpr = gl.constexpr(definition.HIGHEST)
 
@@ -93,15 +92,6 @@ def linear_exponentials_kernel(a, b, start, out, sums, rows, columns, depth, voc
         [4, 4],
         [REGISTERS, REGISTERS],
     )
-
-
-def compilation() -> tuple[dict, dict, dict]:
-    """Return signature, constants and options of linear_exponentials_kernel, to compile it ahead of time."""
-    x, floats = torch.empty((M.value, N.value), dtype=torch.bfloat16), torch.empty(1)
-    tensors = *operands(x, x, transposed=True), floats, x, floats
-    rows, columns, depth, vocab_size = 1, 1, 1, 1
-    arguments = *tensors, rows, columns, depth, vocab_size, REGISTERS
-    return *signature_of(linear_exponentials_kernel, arguments), {"num_warps": 4}
 
 
 def losses(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, out: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,8 +4,7 @@
 ("causal", "full" or "dropout") and the longest sequence (null: no limit).
 
 - plain: tuned tiles of the plain Triton kernels, for head sizes padded to a power of two.
-- conservative: tiles for everything else. They fit in 96 KiB of shared memory (64 KiB on AMD, whose loads have a
-  shallower pipeline).
+- conservative: tiles for everything else. They fit in 96 KiB of shared memory (64 KiB on AMD).
 - hopper: settings of the warp-specialised kernels of sm_90. A missing row means that the plain kernels are faster.
 """
 
@@ -24,13 +23,10 @@ LENGTHS = 1024, 4096  # the table's limits of sequences; longer ones have rows w
 class TileConfig(NamedTuple):
     """How a plain kernel is launched."""
 
-    queries: int
-    """Rows of a query tile."""
-    keys: int
-    """Rows of a key tile."""
+    queries: int  # rows of a query tile
+    keys: int  # rows of a key tile
     warps: int
-    stages: int
-    """Depth of the loads' pipeline."""
+    stages: int  # depth of the loads' pipeline
 
 
 class PlainTiles(NamedTuple):
@@ -47,12 +43,9 @@ FP32_TILES = PlainTiles(*[TileConfig(32, 32, 4, 1)] * 3)  # fp32 uses no tensor 
 class HopperForwardConfig(NamedTuple):
     """How the kernel of hopper_forward is launched."""
 
-    keys: int
-    """Keys of a block."""
-    stages: int
-    """Blocks of K and of V in flight."""
-    consumers: int
-    """Warpgroups that compute, two or three, with 64 queries each."""
+    keys: int  # of a block
+    stages: int  # blocks of K and of V in flight
+    consumers: int  # warpgroups that compute, two or three, with 64 queries each
 
     @property
     def queries(self) -> int:
@@ -63,18 +56,12 @@ class HopperForwardConfig(NamedTuple):
 class HopperBackwardConfig(NamedTuple):
     """How the main kernel of hopper_backward is launched."""
 
-    queries: int
-    """Rows of a query tile."""
-    keys: int
-    """Rows of a key tile."""
-    warps: int
-    """Warps that compute. Four more load, add up dQ, or idle."""
-    stages: int
-    """Tiles of dO in shared memory. Q and the statistics have one or two more."""
-    resident: int
-    """Programs on a multiprocessor at a time, which share its registers."""
-    fused: bool
-    """Whether the kernel computes dQ too. Otherwise the plain kernel does."""
+    queries: int  # rows of a query tile
+    keys: int  # rows of a key tile
+    warps: int  # that compute; four more load, add up dQ, or idle
+    stages: int  # tiles of dO in shared memory; Q and the statistics have one or two more
+    resident: int  # programs on a multiprocessor at a time, which share its registers
+    fused: bool  # whether the kernel computes dQ too; otherwise the plain kernel does
 
     @property
     def compiler_options(self) -> dict[str, int]:
@@ -93,10 +80,7 @@ def in_halves(queries: int, head_dim: int) -> bool:
 
 
 def without_dq(config: HopperBackwardConfig, head_dim: int) -> HopperBackwardConfig:
-    """Return the settings for leaving dQ to the plain kernel.
-
-    Only dQ needs halves. Without dQ, heads of 80 use tiles of 64 x 64 at any length: 4 % faster at 8k on an H200.
-    """
+    """Return the settings for leaving dQ to the plain kernel. Only dQ needs halves."""
     if in_halves(config.queries, head_dim):
         return HopperBackwardConfig(queries=64, keys=64, warps=4, stages=2, resident=2, fused=False)
     return config._replace(fused=False)
@@ -104,7 +88,7 @@ def without_dq(config: HopperBackwardConfig, head_dim: int) -> HopperBackwardCon
 
 @cache
 def padded_head_dim(head_dim: int) -> int:
-    """Return head_dim padded to a power of two, as the plain kernels need it."""
+    """Return head_dim padded to a power of two, for the plain kernels."""
     return max(16, triton.next_power_of_2(head_dim))
 
 
@@ -138,18 +122,6 @@ def plain_tiles_of(row: dict) -> PlainTiles:
     return PlainTiles(*(TileConfig(**row[kernel]) for kernel in PlainTiles._fields))
 
 
-def hopper_config_of(row: dict) -> HopperConfig:
-    """Return the settings in a row of "hopper"."""
-    kind = HOPPER_CONFIGS[row["pass"]]
-    return kind(*(row[name] for name in kind._fields))
-
-
-def hopper_configs() -> list[tuple[str, int, str, HopperConfig]]:
-    """Return pass, head size, mask and settings of the table's Hopper rows, without duplicates from several lengths."""
-    rows = read_table()["hopper"]
-    return list(dict.fromkeys((row["pass"], row["head_dim"], row["mask"], hopper_config_of(row)) for row in rows))
-
-
 @lru_cache(4096)
 def plain_tiles_for(
     arch: str, head_dim: int, dtype: torch.dtype, causal: bool, seq_len: int, dropout: bool = False
@@ -168,5 +140,5 @@ def hopper_config_for(
 ) -> HopperConfig | None:
     """Return the settings of the Hopper kernel for a pass ("forward", "backward"), or None if the plain ones run."""
     key = {"head_dim": head_dim, "mask": mask_of(causal, dropout), "max_seq_len": max_seq_len(seq_len)}
-    row = find_row(read_table()["hopper"], **{"pass": pass_}, **key)
-    return row and hopper_config_of(row)
+    row, kind = find_row(read_table()["hopper"], **{"pass": pass_}, **key), HOPPER_CONFIGS[pass_]
+    return row and kind(*(row[name] for name in kind._fields))

@@ -1,15 +1,11 @@
 """Matrix products on Hopper with tanh-GELU or its gradient in their epilogue; see kernels/hopper/product.py.
 
-GELU needs no passes over memory of its own. The forward pass computes most of the slope anyway, so it also saves the
-slope, unless memory is short (KEEP_OUTPUT is False).
-
-The epilogue adds the bias. Reading the bias at the start of a product instead would hold up both multiplying
-warpgroups: about 2 % of the forward pass at a depth of 2,048.
+GELU needs no passes over memory of its own. The forward pass also saves the slope, most of which it computes anyway,
+unless memory is short (KEEP_OUTPUT is False). The epilogue adds the bias: read at the start of a product, it would hold
+up both multiplying warpgroups, by 2 % of the forward pass at a depth of 2,048.
 
 C = A B; C [M, N] is a tile of the product, and passes through registers CHUNK rows at a time.
 """
-
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -33,7 +29,7 @@ from kernels.hopper.product import (
     shared_memory,
     tile_at,
 )
-from kernels.hopper.warpgroups import barrier, signature_of
+from kernels.hopper.warpgroups import barrier
 
 
 @gluon.jit
@@ -43,7 +39,6 @@ def _reciprocal(x):
 
 @gluon.jit
 def _gelu(v):
-    """Return GELU and its slope; see triton_kernels.py."""
     squares = v * v
     s = _reciprocal(1 + gl.exp2(v * (SLOPE * MINUS_LOG2_E + CUBIC * MINUS_LOG2_E * squares)))
     out = v * s
@@ -158,30 +153,18 @@ def linear_gelu_kernel(
     )
 
 
-def _arguments(a, b, bias, out, saved, recomputed, sums, gradient: bool, keep_output: bool) -> tuple:
+def arguments_of(a, b, bias, out, saved, recomputed, sums, gradient: bool, keep_output: bool) -> tuple:
     """Return the tensors, scalars and constants of linear_gelu_kernel."""
     tensors = *operands(a, b, transposed=not gradient), bias, out, saved, recomputed, sums
     return tensors, (*out.shape, a.shape[1]), (gradient, keep_output, REGISTERS)
-
-
-def compilation(dtype: torch.dtype, gradient: bool, keep_output: bool) -> tuple[dict, dict, dict]:
-    """Return signature, constants and options of linear_gelu_kernel, to compile it ahead of time."""
-    x, floats = torch.empty((M.value, N.value), dtype=dtype), torch.empty(1)
-    others = (x, None if keep_output else x, floats) if gradient else (x, None, None)
-    arguments = chain(*_arguments(x, x, floats, x, *others, gradient, keep_output))
-    return *signature_of(linear_gelu_kernel, arguments), {"num_warps": 4}
-
-
-def _launch(a, b, bias, out, saved, recomputed, sums, gradient: bool, keep_output: bool) -> None:
-    arguments = _arguments(a, b, bias, out, saved, recomputed, sums, gradient, keep_output)
-    launch_product(linear_gelu_kernel, (bias.dtype,), a, *arguments)
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor, keep_output: bool) -> tuple[Tensor, Tensor]:
     """Same contract as definition.forward, for inputs that selection.fuses_whole_tiles accepts."""
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
     saved = torch.empty_like(out)
-    _launch(x, weight, bias, out, saved, None, None, gradient=False, keep_output=keep_output)
+    arguments = arguments_of(x, weight, bias, out, saved, None, None, gradient=False, keep_output=keep_output)
+    launch_product(linear_gelu_kernel, (bias.dtype,), x, *arguments)
     return saved, out
 
 
@@ -192,5 +175,6 @@ def backward(
     rows, columns = saved.shape
     dpre, recomputed = torch.empty_like(saved), None if keep_output else torch.empty_like(saved)
     sums = torch.empty((-(-rows // M.value), columns), dtype=torch.float32, device=saved.device)
-    _launch(dout, weight, bias, dpre, saved, recomputed, sums, gradient=True, keep_output=keep_output)
+    arguments = arguments_of(dout, weight, bias, dpre, saved, recomputed, sums, gradient=True, keep_output=keep_output)
+    launch_product(linear_gelu_kernel, (bias.dtype,), dout, *arguments)
     return dpre, sums.sum(0), saved.new_empty(0) if recomputed is None else recomputed

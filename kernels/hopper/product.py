@@ -1,24 +1,21 @@
 """A matrix product for Hopper with other work in its epilogue, in warp-specialised Gluon.
 
-C = A B for A (rows, depth) and B (depth, columns). The epilogue works on C before C is written. This saves passes over
-memory, and the epilogue's arithmetic runs while the tensor cores compute the next tile. Two warpgroups multiply and
-leave each tile, rounded, in shared memory. A third warpgroup reads the tile from there. The caller provides this
-epilogue and its kernel.
+C = A B for A (rows, depth) and B (depth, columns). Two warpgroups multiply and leave each tile, rounded, in shared
+memory. A third warpgroup, the epilogue, reads the tile from there and works on it before C is written. This saves
+passes over memory, and its arithmetic runs while the tensor cores compute the next tile. The caller provides the
+epilogue and the kernel.
 
 The product follows CUTLASS's cooperative kernel. One program stays on each multiprocessor and walks over the tiles.
 Each multiplying warpgroup owns 64 of the M rows. TMA loads A and B through a ring in shared memory. The first
-multiplying warpgroup starts the loads. A warp only for loads would make four warpgroups, and then each one's share of
-the registers would be less than a wgmma of N = 256 columns needs.
+multiplying warpgroup starts the loads: with a fourth warpgroup for loads, a wgmma of N = 256 columns would lack
+registers.
 
 An H200 multiplies at its power limit and at the bandwidth of shared memory. So an epilogue should read a tile from
-shared memory only once and move all else between global memory and registers. With TMA instead, GELU's gradient took
-1.2 times as long.
+shared memory only once and move all else between global memory and registers.
 
 M rows and N columns of a tile, K depth of a step. Accumulators are fp32.
 a_slots [STAGES, M, K], b_slots [STAGES, N, K] (TRANSPOSED) or [STAGES, K, N], c_slots [2, ROWS, N].
 """
-
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -32,18 +29,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.common.launching import descriptor, launch_kernel
+from kernels.common.launching import launch_kernel
 from kernels.hopper.selection import TILE
-from kernels.hopper.warpgroups import barrier, multiprocessors, ring
+from kernels.hopper.warpgroups import barrier, blocks_of, multiprocessors, ring
 
 ROWS: gl.constexpr = gl.constexpr(64)  # of a multiplying warpgroup: the M of wgmma
 M: gl.constexpr = gl.constexpr(TILE[0])
 N: gl.constexpr = gl.constexpr(TILE[1])
 K: gl.constexpr = gl.constexpr(64)
 STAGES: gl.constexpr = gl.constexpr(3)
-# Tiles are computed in groups of GROUP rows of tiles, all columns of a group before the next group. Measured on an H200
-# in sustained load with 8, 13, 16, 32 and 64: 8 was the fastest at depths of 2560, 8192 and 10240, and 1.5 % behind 16
-# at 3072; 32 took 0.5 to 3.3 % longer than 8.
+# Tiles are computed in groups of GROUP rows of tiles, all columns of a group before the next group. On an H200 in
+# sustained load, 8 was the fastest of 8, 13, 16, 32 and 64 at most depths; 32 took 0.5 to 3.3 % longer.
 GROUP: gl.constexpr = gl.constexpr(8)
 CHUNK: gl.constexpr = gl.constexpr(8)  # rows that an epilogue holds in registers at a time, as many as a swizzle has
 CHUNKS: gl.constexpr = gl.constexpr(ROWS.value // CHUNK.value)  # of a multiplying warpgroup's rows
@@ -70,9 +66,8 @@ def tile_at(n, rows, columns):
 
 @gluon.jit
 def _load(place, a, b, rings, shape, steps, TRANSPOSED: gl.constexpr):
-    """Wait for the step's slot, start the copies into it if the step exists, and return the next step's place.
-
-    A place is (step, number of its tile, row of A, column of B, depth).
+    """Wait for the step's slot, start the copies into it if the step exists, and return the next step's place:
+    (step, number of its tile, row of A, column of B, depth).
     """
     step, n, i, j, k = place
     rows, columns, depth = shape
@@ -161,16 +156,10 @@ def shared_memory(a, b):
     return (a_slots, b_slots, full, empty), (c_slots, c_full, c_empty)
 
 
-@cache
-def _layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    kind = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[dtype]
-    return gl.NVMMASharedLayout.get_default_for([rows, columns], kind)
-
-
 def operands(a: Tensor, b: Tensor, transposed: bool) -> tuple:
     """Return TMA descriptors of a and b for `multiplier`."""
-    blocks = [M.value, K.value], [N.value, K.value] if transposed else [K.value, N.value]
-    return tuple(descriptor(x, block, _layout(*block, x.dtype)) for x, block in zip((a, b), blocks, strict=True))
+    b_block = (N.value, K.value) if transposed else (K.value, N.value)
+    return blocks_of(a, M.value, K.value), blocks_of(b, *b_block)
 
 
 def launch_product(kernel, key: tuple, a: Tensor, tensors: tuple, scalars: tuple, constants: tuple) -> None:

@@ -12,8 +12,7 @@ MULTIPROCESSORS = 132  # of an H200 or an H100 SXM
 def is_fused(rows: int, columns: int, depth: int, dtype: torch.dtype, arch: str) -> bool:
     """Return whether product.py multiplies (rows, depth) by (depth, columns).
 
-    It needs sm_90, Triton 3.6 or later, a 16-bit dtype, rows in units of 16 bytes (TMA), and at least one tile per
-    multiprocessor.
+    It needs sm_90, Triton 3.6 or later, a 16-bit dtype, rows in units of 16 bytes, and a tile per multiprocessor.
     """
     if arch != "sm_90" or triton_version() < (3, 6) or dtype.itemsize != 2:
         return False

@@ -1,14 +1,18 @@
 """Functions that the warp-specialised Gluon kernels for Hopper share: barriers, a mask and host helpers."""
 
-from collections.abc import Iterable
 from functools import cache
 
 import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-from triton.runtime.jit import mangle_type
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from kernels.common.launching import descriptor
+
+_GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # Triton 3.6, 3.7; waits for a partition
 
@@ -45,7 +49,7 @@ def hide(x, bound, AFTER: gl.constexpr):
     """Return x [ROWS, COLUMNS], a product's result, with -inf after (AFTER) or before each row's column `bound`.
 
     Column 8 a + 2 b + c of a row belongs to thread b of the row's four threads. So each thread compares constants with
-    bound - 2 b. Comparing column numbers instead would keep one register per column alive.
+    bound - 2 b, which keeps no register per column alive.
     """
     ROWS: gl.constexpr = x.shape[0]
     COLUMNS: gl.constexpr = x.shape[1]
@@ -68,21 +72,16 @@ def hide(x, bound, AFTER: gl.constexpr):
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """Return the number of multiprocessors of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def signature_of(kernel, arguments: Iterable) -> tuple[dict, dict]:
-    """Return the types of a kernel's parameters by name and its constants by position, to compile it ahead of time.
+@cache
+def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    if dtype == torch.float32:
+        return gl.NVMMASharedLayout(0, 32, len(block))
+    return gl.NVMMASharedLayout.get_default_for(list(block), _GLUON_TYPES[dtype])
 
-    The arguments are tensors, TMA descriptors, numbers, and None, which is a constant.
-    """
-    signature, constants = {}, {}
-    for i, (parameter, argument) in enumerate(zip(kernel.params, arguments, strict=True)):
-        if parameter.is_constexpr or argument is None:
-            signature[parameter.name], constants[(i,)] = "constexpr", argument
-        elif isinstance(argument, (int, float)):
-            signature[parameter.name] = "fp32" if isinstance(argument, float) else "i32"
-        else:
-            signature[parameter.name] = mangle_type(argument)
-    return signature, constants
+
+def blocks_of(x: Tensor, *block: int) -> TensorDescriptor:
+    """Describe x for TMA, which copies one block of this shape at a time."""
+    return descriptor(x, list(block), _layout(block, x.dtype))

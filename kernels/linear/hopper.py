@@ -1,12 +1,8 @@
 """A matrix product on Hopper that adds a bias and a residual in its epilogue; see kernels/hopper/product.py.
 
-The residual is read while a product is computed, and the sum takes the place of the product. So the LayerNorm that
-follows reads one tensor, instead of reading two and writing their sum.
-
-M rows and N columns of a tile, K depth of a step.
+So the LayerNorm that follows reads one tensor, instead of reading two and writing their sum. M rows and N columns of a
+tile, K depth of a step.
 """
-
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -19,8 +15,6 @@ from kernels.hopper.product import (
     CHUNK_LAYOUT,
     CHUNKS,
     REGISTERS,
-    M,
-    N,
     chunk_places,
     count_tiles,
     launch_product,
@@ -29,7 +23,7 @@ from kernels.hopper.product import (
     shared_memory,
     tile_at,
 )
-from kernels.hopper.warpgroups import barrier, signature_of
+from kernels.hopper.warpgroups import barrier
 
 
 @gluon.jit
@@ -84,21 +78,14 @@ def linear_sum_kernel(a, b, bias, residual, out, rows, columns, depth, REGISTERS
     )
 
 
-def _arguments(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, out: Tensor) -> tuple:
+def arguments_of(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, out: Tensor) -> tuple:
     """Return the tensors, scalars and constants of linear_sum_kernel."""
     return (*operands(x, weight, transposed=True), bias, residual, out), (*out.shape, x.shape[1]), (REGISTERS,)
-
-
-def compilation(dtype: torch.dtype, with_residual: bool) -> tuple[dict, dict, dict]:
-    """Return signature, constants and options of linear_sum_kernel, to compile it ahead of time."""
-    x = torch.empty((M.value, N.value), dtype=dtype)
-    arguments = chain(*_arguments(x, x, torch.empty(1), x if with_residual else None, x))
-    return *signature_of(linear_sum_kernel, arguments), {"num_warps": 4}
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None) -> Tensor:
     """Same contract as launch.forward, for inputs that selection.fuses_whole_tiles accepts."""
     out = torch.empty((len(x), len(weight)), dtype=x.dtype, device=x.device)
     key = bias.dtype, residual is None
-    launch_product(linear_sum_kernel, key, x, *_arguments(x, weight, bias, residual, out))
+    launch_product(linear_sum_kernel, key, x, *arguments_of(x, weight, bias, residual, out))
     return out

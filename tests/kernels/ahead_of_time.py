@@ -27,7 +27,7 @@ from kernels.flash1 import triton_kernels as flash1
 from kernels.flash2.hopper_backward import host as hopper_backward
 from kernels.flash2.hopper_forward import host as hopper_forward
 from kernels.flash2.options import Options
-from kernels.flash2.tiles import TileConfig, hopper_configs, plain_tiles_for, read_table, without_dq
+from kernels.flash2.tiles import TileConfig, plain_tiles_for, read_table, without_dq
 from kernels.flash2.triton_kernels import host as plain
 from kernels.fused_softmax import triton_kernels as softmax
 from kernels.fused_softmax.op import LONGEST_ROW
@@ -35,6 +35,8 @@ from kernels.gelu import hopper as hopper_gelu
 from kernels.gelu import triton_kernels as gelu
 from kernels.layer_norm import triton_kernels as layer_norm
 from kernels.linear import hopper as hopper_linear
+from tests.kernels import gluon_signatures as signatures
+from tests.kernels.flash2_cases import hopper_configs
 from tests.kernels.machine_code import assembler_report, disassembled, lost_operands, spills_beside_products
 
 TARGETS = {
@@ -143,9 +145,8 @@ def compile_baselines(target: str) -> list[dict]:
 
 def compile_hopper(pass_: str, head_dim: int, dtype: str, causal: bool, dropout: bool, config) -> list[dict]:
     """Compile flash2's warp-specialised kernel of one pass."""
-    host = {"forward": hopper_forward, "backward": hopper_backward}[pass_]
     kernel = {"forward": hopper_forward.forward_kernel, "backward": hopper_backward.main_kernel}[pass_]
-    signature, constants, options = host.compilation(head_dim, DTYPES[dtype], causal, dropout, config)
+    signature, constants, options = signatures.attention(head_dim, DTYPES[dtype], causal, dropout, config)
     named = {kernel.arg_names[key[0]] if isinstance(key, tuple) else key: x for key, x in constants.items()}
     assert (named["CAUSAL"], named["DROPOUT"]) == (causal, dropout)
     compiled = compile_gluon(kernel, signature, constants, options)
@@ -158,11 +159,11 @@ def compile_hopper(pass_: str, head_dim: int, dtype: str, causal: bool, dropout:
 def compile_fused(name: str, *options: bool) -> list[dict]:
     """Compile a matrix product of Hopper with work in its epilogue: "gelu", "sum" or, for the loss, "exponentials"."""
     if name == "gelu":
-        kernel, compilation = hopper_gelu.linear_gelu_kernel, hopper_gelu.compilation(torch.bfloat16, *options)
+        kernel, compilation = hopper_gelu.linear_gelu_kernel, signatures.gelu(*options)
     elif name == "sum":
-        kernel, compilation = hopper_linear.linear_sum_kernel, hopper_linear.compilation(torch.bfloat16, *options)
+        kernel, compilation = hopper_linear.linear_sum_kernel, signatures.linear(*options)
     else:
-        kernel, compilation = hopper_loss.linear_exponentials_kernel, hopper_loss.compilation()
+        kernel, compilation = hopper_loss.linear_exponentials_kernel, signatures.exponentials()
     compiled = compile_gluon(kernel, *compilation, multiples=("columns", "depth"))
     return [report("sm_90", "fused", [name, *options], compiled)]
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from kernels.flash2 import dispatch, flash2
 from kernels.flash2.options import Options
+from kernels.flash2.tiles import HopperConfig, hopper_config_for, read_table
 from tests.kernels.accuracy import Case, draw
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -27,6 +28,16 @@ SIZES = st.builds(
     causal=st.booleans(),
     dtype=st.just(F32),
 )
+
+
+def hopper_configs() -> list[tuple[str, int, str, HopperConfig]]:
+    """Return pass, head size, mask and settings of the table's Hopper rows, without duplicates from several lengths."""
+    configs = []
+    for row in read_table()["hopper"]:
+        mask, length = row["mask"], row["max_seq_len"] or 16384
+        config = hopper_config_for(row["pass"], row["head_dim"], mask != "full", length, mask == "dropout")
+        configs.append((row["pass"], row["head_dim"], mask, config))
+    return list(dict.fromkeys(configs))
 
 
 def kernels(case: Case, inputs: tuple, numbers: torch.Tensor | None = None, dropout_p: float = 0.0) -> tuple:

@@ -13,13 +13,14 @@ from kernels.common import dropout
 from kernels.common.launching import triton_version
 from kernels.flash2 import definition, dispatch, flash2_packed
 from kernels.flash2.options import Options
-from kernels.flash2.tiles import HopperForwardConfig, hopper_configs, plain_tiles_for
+from kernels.flash2.tiles import HopperForwardConfig, plain_tiles_for
 from tests.kernels.accuracy import Case, draw
 from tests.kernels.flash2_cases import (
     BF16,
     F16,
     KERNEL_DEVICE,
     both_passes,
+    hopper_configs,
     with_logsumexp,
 )
 

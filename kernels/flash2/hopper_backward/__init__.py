@@ -19,5 +19,5 @@ zero: a key's bias changes all scores of a query by the same amount, and softmax
 Legend: M rows of a query tile, N rows of a key tile, D0 + D1 head size in two parts (80 = 64 + 16; D1 = 0 for 64 and
 128), so no product is padded. Suffixes: _t transposed, [N, M]; _s in shared memory; 16 rounded to the inputs' dtype.
 Statistics of a query: its logsumexp in base 2, delta = rowsum(dO o O) and, with dropout, its random number. If
-host._statistics says so, products subtract logsumexp and delta (IN_PRODUCTS).
+host.statistics_for says so, products subtract logsumexp and delta (IN_PRODUCTS).
 """

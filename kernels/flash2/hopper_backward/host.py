@@ -1,35 +1,20 @@
-"""The host side of the Hopper backward: TMA descriptors, buffers, launches, and compilation ahead of time."""
+"""The host side of the Hopper backward: TMA descriptors, buffers and launches."""
 
-import itertools
 from functools import cache
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.common.dropout import threshold
-from kernels.common.launching import descriptor, launch_kernel, strides
+from kernels.common.launching import launch_kernel, strides
 from kernels.flash2.hopper_backward.finish import finish_kernel
 from kernels.flash2.hopper_backward.main_loop import is_transposed, main_kernel, rows_of_warps
 from kernels.flash2.hopper_backward.statistics import delta_kernel
 from kernels.flash2.options import Options
 from kernels.flash2.tiles import HopperBackwardConfig, in_halves, split_head_dim
-from kernels.hopper.warpgroups import multiprocessors, signature_of
+from kernels.hopper.warpgroups import blocks_of, multiprocessors
 
 _LOADER_REGISTERS = 24  # the minimum
-_GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-
-
-@cache
-def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    if dtype == torch.float32:
-        return gl.NVMMASharedLayout(0, 32, len(block))
-    return gl.NVMMASharedLayout.get_default_for(list(block), _GLUON_TYPES[dtype])
-
-
-def _blocks_of(x: Tensor, *block: int) -> TensorDescriptor:
-    return descriptor(x, list(block), _layout(block, x.dtype))
 
 
 @cache
@@ -39,16 +24,13 @@ def _section(key_tiles: int, resident: int, causal: bool, device: torch.device) 
     return max(programs // key_tiles, 1) if causal else 1
 
 
-def _statistics(tiles: int, q: Tensor, options: Options, config: HopperBackwardConfig) -> Tensor:
+def statistics_for(tiles: int, q: Tensor, options: Options, config: HopperBackwardConfig) -> Tensor:
     """Return an empty tensor for the statistics of the query tiles. Its dtype decides how the statistics are used.
 
     bf16: products subtract logsumexp and delta from S and dP, by one tile of 16 columns beside Q and dO. fp32: the
-    threads load the statistics. In heads of 128 and in halves these loads would wait behind the products' operands,
-    because shared memory is just fast enough for the operands.
-
-    On an H200 the products make the backward at 8k 2.9 and 3.5 % faster (two runs, causal), 5.3 and 6.7 % without a
-    mask, and 2.1 and 2.9 % at 2k. Heads of 80 in halves are 3.3 % faster, in sustained load. For other sizes the extra
-    columns cost more than they save. fp16 lacks the range, and dropout needs delta by itself.
+    threads load the statistics. In heads of 128 and in halves these loads would wait behind the products' operands: on
+    an H200 the products make the backward 2 to 7 % faster there. For other sizes the extra columns cost more than they
+    save. fp16 lacks the range, and dropout needs delta by itself.
     """
     in_products = q.shape[3] == 128 or in_halves(config.queries, q.shape[3])
     if in_products and q.dtype == torch.bfloat16 and options.dropout_p == 0:
@@ -57,7 +39,7 @@ def _statistics(tiles: int, q: Tensor, options: Options, config: HopperBackwardC
     return torch.empty((rows, config.queries), dtype=torch.float32, device=q.device)
 
 
-def _main_arguments(
+def arguments_of(
     accumulator: Tensor | None, stats, dk, dv, dout, q, k, v,
     options: Options, section: int, config: HopperBackwardConfig,
 ) -> tuple[tuple, tuple, tuple]:  # fmt: skip
@@ -68,33 +50,19 @@ def _main_arguments(
     fused, dropout = accumulator is not None, options.dropout_p > 0
 
     def parts(x: Tensor, rows: int) -> tuple:
-        return _blocks_of(x, 1, rows, 1, d0), _blocks_of(x, 1, rows, 1, d1) if d1 else None
+        return blocks_of(x, 1, rows, 1, d0), blocks_of(x, 1, rows, 1, d1) if d1 else None
 
     floats = accumulator.view(-1, 256) if fused else None
-    dq0 = _blocks_of(floats, m * d0 // 256, 256) if fused else None
-    dq1 = _blocks_of(floats, m * d1 // 256, 256) if fused and d1 else None
+    dq0 = blocks_of(floats, m * d0 // 256, 256) if fused else None
+    dq1 = blocks_of(floats, m * d1 // 256, 256) if fused and d1 else None
     stats_block = (1 if stats.dtype == torch.float32 else m), stats.shape[1]
     tensors = (
         *(*parts(q, m), *parts(k, n), *parts(v, n), *parts(dout, m)),
-        *(_blocks_of(stats, *stats_block), dq0, dq1, *parts(dk, n), *parts(dv, n), options.numbers),
+        *(blocks_of(stats, *stats_block), dq0, dq1, *parts(dk, n), *parts(dv, n), options.numbers),
     )
     sizes = batch, heads, heads // k.shape[2], seq_q, k.shape[1], section
     scalars = *sizes, options.scale, threshold(options.dropout_p), 1 / (1 - options.dropout_p)
     return tensors, scalars, (d1, config.warps, config.stages, options.causal, dropout, fused, _LOADER_REGISTERS)
-
-
-def compilation(
-    head_dim: int, dtype: torch.dtype, causal: bool, dropout: bool, config: HopperBackwardConfig
-) -> tuple[dict, dict, dict]:
-    """Return signature, constants and options of main_kernel, to compile it ahead of time."""
-    x = torch.empty((1, config.keys, 1, head_dim), dtype=dtype)
-    accumulator = torch.empty(config.queries * head_dim) if config.fused else None
-    options = Options(causal=causal)
-    if dropout:
-        options = options._replace(numbers=torch.empty(1, dtype=torch.int32), dropout_p=0.1)
-    stats = _statistics(1, x, options, config)
-    arguments = itertools.chain(*_main_arguments(accumulator, stats, x, x, x, x, x, x, options, 1, config))
-    return *signature_of(main_kernel, arguments), config.compiler_options
 
 
 def backward_into(
@@ -107,15 +75,15 @@ def backward_into(
     stride along D; other strides and addresses are multiples of 16 bytes, and no stride is zero. logsumexp and
     dlogsumexp (B, H, T) fp32, natural, contiguous. options has no window, documents or blocks.
 
-    sums (3, H, D) fp32, if given, receives the sums of the gradients over B and T. It requires
-    seq_q = seq_k, H = G, config.fused, no dropout and no dlogsumexp. If config is not fused, leave dq out and return
-    the deltas (B, H, T), from which the plain kernel computes dq.
+    sums (3, H, D) fp32, if given, receives the sums of the gradients over B and T. It requires seq_q = seq_k, H = G,
+    config.fused, no dropout and no dlogsumexp. If config is not fused, leave dq out and return the deltas (B, H, T),
+    from which the plain kernel computes dq.
     """
     (batch, seq_q, heads, head_dim), (seq_k, kv_heads) = q.shape, k.shape[1:3]
     m, fused, dropout = config.queries, config.fused, options.dropout_p > 0
     tiles, key_tiles = batch * heads * -(-seq_q // m), -(-seq_k // config.keys)
     with torch.cuda.device_of(q):
-        stats = _statistics(tiles, q, options, config)
+        stats = statistics_for(tiles, q, options, config)
         accumulator, deltas, parts = None, None, (None, None)
         if sums is not None:
             parts = torch.empty((2, tiles // heads, heads * head_dim), dtype=torch.float32, device=q.device)
@@ -129,7 +97,7 @@ def backward_into(
         constants = m, *split_head_dim(head_dim), dlogsumexp is not None, dropout, fused
         launch_kernel(delta_kernel, key, tiles, tensors, scalars, constants, num_warps=m // 16)
         section = _section(key_tiles, config.resident, options.causal, q.device)
-        arguments = _main_arguments(accumulator, stats, dk, dv, dout, q, k, v, options, section, config)
+        arguments = arguments_of(accumulator, stats, dk, dv, dout, q, k, v, options, section, config)
         launch_kernel(main_kernel, key, batch * kv_heads * key_tiles, *arguments, **config.compiler_options)
         if fused:
             warps_m = rows_of_warps(m, config.warps)

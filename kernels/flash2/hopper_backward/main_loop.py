@@ -18,14 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.flash2.hopper_backward.finish import in_register_order
-from kernels.flash2.hopper_backward.tile import (
-    add_product,
-    both_halves,
-    gradient_layout,
-    half_of,
-    ones_at,
-    whole_tile,
-)
+from kernels.flash2.hopper_backward.tile import add_product, both_halves, gradient_layout, half_of, ones_at, whole_tile
 from kernels.flash2.tiles import in_halves
 from kernels.hopper.warpgroups import barrier, release
 
@@ -64,10 +57,9 @@ def is_transposed(n, head_dim):
 
 @gluon.constexpr_function
 def _each(warps):
-    """Return whether each thread releases a slot of dO itself: with two warpgroups; see warpgroups.release.
+    """Return whether each thread releases a slot of dO itself; see warpgroups.release.
 
-    Heads of 128, causal, at 8k on an H200 are 3 to 4 % faster with it. One warpgroup has few warps to wait for and is 1
-    to 4 % slower with it.
+    On an H200, two warpgroups are 3 to 4 % faster with it. One has few warps to wait for and is 1 to 4 % slower.
     """
     return warps > 4
 
@@ -189,8 +181,7 @@ def _consumer(
     IN_PRODUCTS: gl.constexpr = stats_s.dtype == gl.bfloat16
     # At long lengths, heads of 80 have tiles of 128 queries, computed in two halves except for dQ. Each warpgroup then
     # has 64 rows and all columns of dQ. With 64 queries, each warpgroup would have all rows and half of the columns,
-    # and both would read all of dS. With 64 queries and 64 keys, twice as much would be added to dQ: at 8k, halves are
-    # 6.6 % faster than that, in sustained load on an H200, where power is the limit.
+    # and both would read all of dS. With 64 queries and 64 keys, twice as much would be added to dQ.
     IN_HALVES: gl.constexpr = FUSED and _in_halves(M, D0 + D1) and not DROPOUT
     WM: gl.constexpr = rows_of_warps(M, WARPS)
     WN: gl.constexpr = WARPS // WM
@@ -330,8 +321,7 @@ def _slots(x, STAGES: gl.constexpr):
 def _place(all_heads, key_tiles, section):
     """Return this program's batch and key/value head, in one number, and its key tile.
 
-    Sections of heads come one after the other. In a section the first key tiles, which are longest under a causal mask,
-    come first.
+    In each section of heads the first key tiles come first: under a causal mask they are the longest.
     """
     program = gl.program_id(0)
     first = program // (section * key_tiles) * section
@@ -377,8 +367,7 @@ def main_kernel(
     ds_s, dq0_s, dq1_s = k0_s, stats_s.index(0), stats_s.index(0)
     if FUSED:
         # For dQ each of two warpgroups reads dS that the other one stored. With a second tile of dS, it need not wait
-        # for the other before it stores the next dS: heads of 64 at 8k are 3 % faster, heads of 128 as fast as without
-        # waiting. With halves, shared memory has only room for one tile.
+        # for the other before it stores the next dS. With halves, shared memory has only room for one tile.
         DS: gl.constexpr = 2 if _each(WARPS) and not _in_halves(M, k0.block_type.shape[3] + D1) else 1
         ds_s = gl.allocate_shared_memory(dtype, [DS, N, M], gl.NVMMASharedLayout.get_default_for([N, M], dtype))
         dq0_s = gl.allocate_shared_memory(gl.float32, dq0.block_type.shape, dq0.layout)

@@ -86,8 +86,7 @@ def whole_tile(
 
     The statistics are in stats_s from `row` on. S and dP are issued before the exponential, which hides under dP. With
     one warpgroup, dS hides under P^T dO. Two warpgroups issue P^T dO after dS is stored (LATE), as FlashAttention-3
-    does: exponentials and dS then overlap, and 128 x 128 tiles of heads of 64 fit in the registers. With statistics
-    IN_PRODUCTS there are enough registers, and dS waits for no load.
+    does, so that exponentials and dS overlap and fit in the registers; statistics IN_PRODUCTS need neither.
     """
     k0, k1, v0, v1 = keys  # [N, D]
     q0, q1, do0, do1 = queries  # [M, D]

@@ -56,8 +56,8 @@ def tile_at(n, shape, M: gl.constexpr, N: gl.constexpr, CAUSAL: gl.constexpr):
 def section_size(shape: tuple[int, int, int], bytes_of_head: int, programs: int, config: HopperForwardConfig) -> int:
     """Return the number of heads to deal out together under a causal mask, for (all heads, queries, keys).
 
-    Prefer sections whose K and V (bytes_of_head each) stay in the L2 cache. Among them choose the one that balances the
-    programs best. Choose a larger section only if it is clearly better balanced.
+    Among sections whose K and V (bytes_of_head each) stay in the L2 cache, take the one that balances the programs
+    best. Take a larger one only if it is clearly better balanced.
     """
 
     def cost(section: int) -> float:
@@ -72,8 +72,7 @@ def longest_program(
 ) -> int:
     """Return the number of blocks that the busiest program computes under a causal mask; mirrors tile_at.
 
-    Each tile counts one block more for its start and end. On an H200 the time of a forward pass is proportional to this
-    number: sections of a few heads differ by up to 5 %.
+    Each tile counts one block more for its start and end. The time of a forward pass is proportional to this number.
     """
     rows = -(-seq_q // config.queries)
     n, place = np.divmod(np.arange(heads * rows), programs)
