@@ -1,8 +1,8 @@
 """AdamW (Loshchilov and Hutter, 2019, algorithm 2) in Triton: one launch for all tensors, at the bandwidth of HBM.
 
 Each element takes four 4-byte reads (weight, gradient, two moments), three writes and little arithmetic. So a program
-is short, 1024 elements, four per thread, and each multiprocessor always has other programs' loads in flight. The number
-of tensors differs between models, so the kernel finds them through a table of addresses.
+is short, and each multiprocessor always has other programs' loads in flight. The kernel finds the tensors through a
+table of addresses.
 """
 
 import math
@@ -77,20 +77,10 @@ def _chunks(sizes: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def adamw_(
-    weights: list[Tensor],
-    gradients: list[Tensor],
-    first: list[Tensor],
-    second: list[Tensor],
-    steps: list[Tensor],
-    grad_scale: Tensor,
-    found_inf: Tensor,
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-) -> None:
+    weights: list[Tensor], gradients: list[Tensor], first: list[Tensor], second: list[Tensor], steps: list[Tensor],
+    grad_scale: Tensor, found_inf: Tensor,
+    *, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
+) -> None:  # fmt: skip
     """Take one step in place like torch's fused AdamW: update weights, first and second moments, and step counts.
 
     All tensors are contiguous fp32 on one device, one of each kind per weight. grad_scale and found_inf are scalars on

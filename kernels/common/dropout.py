@@ -3,10 +3,8 @@
 Every query and every key of a head draws a random odd 32-bit number r. Probability (i, j) survives if the product
 r_i r_j modulo 2^32, which is uniform too, is at least dropout_p 2^32. This is multiplicative hashing (Dietzfelbinger et
 al., "A reliable randomized algorithm for the closest-pair problem", 1997): any three decisions are independent, and
-their matrix has the spectrum of a random one.
-
-A decision costs one multiplication, and Philox costs forty instructions. The mask does not depend on the tiling, so
-both passes and every implementation drop the same elements. The numbers take memory linear in the sequence length.
+their matrix has the spectrum of a random one. A decision costs one multiplication; Philox costs forty instructions. The
+mask does not depend on the tiling, so both passes and every implementation drop the same elements.
 
 B batch, H query heads, T query length, S key length.
 """

@@ -3,11 +3,10 @@
 Tensors are (batch, length, heads, head_dim) with unit stride along head_dim. The byte offset of a row may exceed 2^31,
 so the start of a tile is computed in 64 bits and the offsets inside it in 32.
 
-D head size padded to a power of two.
-Names: p_ pointer to the first row of one head, s_ stride between rows, b_ tile, o_ offsets. sq_b, sq_t and sq_h are the
-strides of q over batch, tokens and heads; k, v, o, do, dq and dk have the same. i and j are the first query and key of
-a tile. bh is batch * heads + head; bg is the same for key/value heads. groups is the number of query heads per
-key/value head. keep_scale is 1 / (1 - dropout_p).
+D head size padded to a power of two; p_ pointer to the first row of one head, s_ stride between rows, b_ tile, o_
+offsets. sq_b, sq_t and sq_h are the strides of q over batch, tokens and heads; k, v, o, do, dq and dk have the same. i
+and j are the first query and key of a tile. bh is batch * heads + head; bg is the same for key/value heads. groups is
+the number of query heads per key/value head. keep_scale is 1 / (1 - dropout_p).
 """
 
 import triton
@@ -40,7 +39,7 @@ def load_rows(
 ):  # fmt: skip
     """Load rows start to start + ROWS of one head, [ROWS, D]. The padding of D and rows past `length` are zero.
 
-    Loads through pointers check the rows only if BOUNDED. Loads through TMA, Hopper's copy engine, always do.
+    Loads through pointers check the rows only if BOUNDED; loads through TMA always do.
     """
     if TMA:
         return x.load([batch, start, head, 0]).reshape(ROWS, D)
@@ -124,7 +123,6 @@ def numbers_of_head(numbers, bh, seq_q, seq_k, DROPOUT: tl.constexpr):
 
 @triton.jit
 def random_numbers(p_numbers, o_rows, length, BOUNDED: tl.constexpr, DROPOUT: tl.constexpr):
-    """Load dropout's numbers of the rows o_rows."""
     if DROPOUT and BOUNDED:
         return tl.load(p_numbers + o_rows, mask=o_rows < length, other=0).to(tl.uint32, bitcast=True)
     elif DROPOUT:

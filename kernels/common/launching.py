@@ -16,8 +16,8 @@ def launch_kernel(
 ) -> None:
     """Launch kernel[programs](*tensors, *scalars, *constants); `options` are num_warps, num_stages and the like.
 
-    Triton inspects every argument of every call to choose a compilation of the kernel. This takes longer than the
-    launch. So the choice is cached by everything that it depends on: `key`, scalars, constants, alignment, options.
+    Triton inspects every argument of every call to choose a compilation, which takes longer than the launch. So the
+    choice is cached by everything that it depends on: `key`, scalars, constants, alignment, options.
     """
     aligned = tuple([x.data_ptr() % 16 == 0 for x in tensors if isinstance(x, Tensor)])
     key = (kernel, key, scalars, constants, aligned, *options.values())
@@ -64,8 +64,8 @@ def arch_of(device: torch.device) -> str:
 def uses_tma(*inputs: Tensor) -> bool:
     """Return whether the kernels read (batch, length, heads, head_dim) inputs through TMA, Hopper's copy engine.
 
-    They do on sm_90 for 16-bit inputs if addresses and strides are multiples of 16 bytes and no stride is zero. They
-    use pointers for other views, and on other architectures, because TMA was not measured there.
+    They do on sm_90 for 16-bit inputs if addresses and strides are multiples of 16 bytes and no stride is zero. TMA was
+    not measured on other architectures.
     """
     return are_aligned(*inputs) and fits_tma(inputs[0].device, inputs[0].dtype, strides(*inputs))
 
@@ -84,6 +84,5 @@ def fits_tma(device: torch.device, dtype: torch.dtype, strides: tuple[int, ...])
 
 @cache
 def triton_version() -> tuple[int, int]:
-    """Return the major and minor version."""
     major, minor = triton.__version__.split(".")[:2]
     return int(major), int(minor)

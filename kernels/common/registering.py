@@ -20,13 +20,16 @@ def implementation(package: str, device_type: str, gpu_module: str = "launch") -
     return import_module(f"kernels.{package}.{'definition' if device_type == 'cpu' else gpu_module}")
 
 
-def implement(library: torch.library.Library, package: str, names: tuple[str, ...], gpu_module: str = "launch") -> None:
-    """Register the functions of these names in the package's two modules as the operators of `library`."""
+def define(package: str, gpu_module: str = "launch", **schemas: str) -> torch.library.Library:
+    """Define the package's operators by their schemas. Functions of these names in its two modules implement them."""
+    library = torch.library.Library(package, "DEF")
 
     def call(name: str, device: str, *args):
         return getattr(implementation(package, device, gpu_module), name)(*args)
 
-    for name in names:
+    for name, schema in schemas.items():
+        library.define(name + schema)
         library.impl(name, partial(call, name, "cuda"), "CUDA")
         # A definition chooses its own dtypes, so autocast is off.
         library.impl(name, torch.autocast("cpu", enabled=False)(partial(call, name, "cpu")), "CPU")
+    return library

@@ -1,4 +1,4 @@
-"""Tiled attention in plain PyTorch: the parts that the definitions of flash1 and flash2 share.
+"""Attention in plain PyTorch: the parts that the definitions of flash1, flash2 and fused_softmax share.
 
 B batch, T query length, S key length, H query heads, G key/value heads, D head size.
 """
@@ -33,9 +33,10 @@ def cut(x: Tensor, rows: range) -> Tensor:
 class Visibility:
     """The keys [first, end) that each query sees; both bounds are (B or 1, T)."""
 
-    def __init__(self, q: Tensor, k: Tensor, documents: Tensor | None, causal: bool, window: int = 0):
-        seq_q, seq_k = q.shape[1], k.shape[1]
-        own = torch.arange(seq_q, device=q.device)[None] + seq_k - seq_q  # the key at the query's own position
+    def __init__(
+        self, seq_q: int, seq_k: int, device: torch.device, documents: Tensor | None, causal: bool, window: int = 0
+    ):
+        own = torch.arange(seq_q, device=device)[None] + seq_k - seq_q  # the key at the query's own position
         self.first, self.end = torch.zeros_like(own), torch.full_like(own, seq_k)
         if documents is not None:
             self.first, self.end = documents.long().unbind(1)

@@ -16,8 +16,7 @@ def losses(
     """Return the losses (N,) in nats, fp32, of hidden (N, C) with the head's weight (padded V, C), and scales.
 
     `out` (N, padded V) is overwritten. With `gradient` it then holds the gradient of the sum of the losses by the
-    logits. If the returned scales are not None, that gradient is incomplete, and rescale_ completes its products.
-    Here the scales are always None.
+    logits. If the scales are given (not here), the gradient is incomplete, and rescale_ completes its products.
     """
     torch.mm(hidden, weight.T, out=out)
     return cross_entropy_(out, targets, vocab_size, gradient), None
@@ -45,8 +44,8 @@ def relative_losses(
 def rescale_(dhidden: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor, scales: Tensor) -> Tensor:
     """Turn dhidden (N, C), which is out @ weight with relative_losses' out, into the gradient by hidden, in place.
 
-    Return hidden times scale: out^T times that is the gradient by weight (padded V, C). The gradient by weight omits
-    the rests. Adding them to the targets' rows one by one would reduce an error of 2.4e-3 by only a fifth.
+    Return hidden times scale: out^T times that is the gradient by weight (padded V, C), without the rests. Adding them
+    to the targets' rows one by one would reduce an error of 2.4e-3 by only a fifth.
     """
     scale, rest = scales[:, :, None]
     dhidden.copy_((dhidden.float() + rest * weight[targets.clamp(min=0)].float()) * scale)

@@ -12,12 +12,10 @@ from torch.autograd.function import once_differentiable
 
 from kernels.common.registering import implementation
 
-PARTS = 4
-"""The tokens are cut into so many parts, so that the logits stay small beside the layers' saved tensors."""
+PARTS = 4  # of the tokens, so that the logits stay small beside the layers' saved tensors
 PART_TOKENS = 4096, 16384
-"""The least and the most tokens of a part. Each part reads and writes the head's whole gradient once. At full bandwidth
-this takes 5 % of the time of the part's products for the least tokens, and 1 % for the most. With the most, the logits
-take 1.5 GiB for GPT-2's vocabulary in 16 bits."""
+"""The least and the most tokens of a part. Each part reads and writes the head's whole gradient once: 5 % of its time
+for the least tokens, 1 % for the most. The most need 1.5 GiB for GPT-2's logits in 16 bits."""
 
 _library = library.Library("cross_entropy", "DEF")
 _library.define(
@@ -48,11 +46,9 @@ def _linear(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, gr
     return total, dhidden, dweight
 
 
-def _gradients(hidden: Tensor, weight: Tensor, gradient: bool) -> tuple[Tensor, Tensor]:
-    """Return uninitialised gradients by hidden and by weight, each in its own dtype."""
-    if not gradient:
-        return hidden.new_empty(0), weight.new_empty(0)
-    return hidden.new_empty(hidden.shape), weight.new_empty(weight.shape)
+def _gradients(hidden: Tensor, weight: Tensor, gradient: bool) -> list[Tensor]:
+    """Return uninitialised gradients by hidden and by weight, each in its own dtype; empty without `gradient`."""
+    return [x.new_empty(x.shape if gradient else 0) for x in (hidden, weight)]
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

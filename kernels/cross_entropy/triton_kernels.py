@@ -41,10 +41,7 @@ def _accumulate(m, l, b_x):
 
 @triton.jit
 def _gradient(b_x, highest, log_sum, o_x, start, target, N: tl.constexpr):
-    """Return softmax - one_hot(target) of a block, from the row's maximum and log2 of its sum of exponentials.
-
-    The result is zero if log_sum is inf.
-    """
+    """Return softmax - one_hot(target) of a block, from the row's maximum and log2 of its sum of exponentials."""
     b_g = tl.exp2((b_x - highest) * LOG2_E - log_sum)
     if (target >= start) & (target < start + N):
         b_g -= tl.where(o_x == target, 1.0, 0.0)
@@ -165,10 +162,7 @@ def cross_entropy_rescale_kernel(
 
 
 def target_logits(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Return the logit of each row's target, (N,) fp32, for contiguous hidden (N, C) and weight (V, C).
-
-    A negative target counts as token 0.
-    """
+    """Return the logit of each row's target, (N,) fp32. A negative target counts as token 0. Inputs are contiguous."""
     rows, depth = hidden.shape
     out = torch.empty(rows, device=hidden.device)
     m, k = TARGETS_TILE
@@ -181,8 +175,7 @@ def relative_losses_(exponentials: Tensor, sums: Tensor, targets: Tensor) -> tup
     """Return the losses (N,) and the scales (2, N) of definition.relative_losses, from the exponentials.
 
     exponentials (N, padded V), with dense rows, hold exp(x - x_t) for logits x and the target's logit x_t, and zero in
-    the padding. sums (tiles, N) fp32 add up to their row sums. The target's element is overwritten, so that
-    `exponentials` become definition.relative_losses' out. For a negative target, loss and scales are zero.
+    the padding. sums (tiles, N) fp32 add up to their row sums. The exponentials become definition.relative_losses' out.
     """
     losses = torch.empty(len(targets), device=sums.device)
     scales = torch.empty((2, len(targets)), device=sums.device)

@@ -17,23 +17,15 @@ from kernels.common.tiling import NEG_INF, Visibility, cut, heads_first, tiles
 TILE = 128
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    numbers: Tensor | None,
-    documents: Tensor | None,
-    causal: bool,
-    scale: float,
-    dropout_p: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, *options) -> tuple[Tensor, Tensor, Tensor]:
     """Return O (B, T, H, D) in q's dtype, and l and m (B, H, T) in fp32 or more.
 
     q is (B, T, H, D); k and v are (B, S, G, D). m is the row maximum of S, and l the row sum of exp(S - m). A query
-    without keys gives O = 0, l = 0 and m = -inf. Causal masks align at the bottom right. The rest is as in flash2.
+    without keys gives O = 0, l = 0 and m = -inf. flash2's Options explains the options.
     """
+    numbers, documents, causal, scale, dropout_p = options
     (batch, seq_q, heads, _), seq_k = q.shape, k.shape[1]
-    visibility = Visibility(q, k, documents, causal)
+    visibility = Visibility(seq_q, seq_k, q.device, documents, causal)
     Q, K, V = (heads_first(x, heads) for x in (q, k, v))
     O = torch.zeros_like(Q)
     l = Q.new_zeros((batch, heads, seq_q, 1))
@@ -59,22 +51,12 @@ def forward(
 
 
 def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    l: Tensor,
-    m: Tensor,
-    numbers: Tensor | None,
-    documents: Tensor | None,
-    causal: bool,
-    scale: float,
-    dropout_p: float,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l: Tensor, m: Tensor, *options
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Algorithm 4: return the gradients of q, k and v, in their shapes and dtypes. Every tile reads and rewrites dQ."""
+    numbers, documents, causal, scale, dropout_p = options
     (batch, seq_q, heads, head_dim), (seq_k, kv_heads) = q.shape, k.shape[1:3]
-    visibility = Visibility(q, k, documents, causal)
+    visibility = Visibility(seq_q, seq_k, q.device, documents, causal)
     Q, K, V, O, dO = (heads_first(x, heads) for x in (q, k, v, out, dout))
     dQ, dK, dV = torch.zeros_like(Q), torch.zeros_like(K), torch.zeros_like(V)
     l, m = l.unsqueeze(-1), m.unsqueeze(-1)

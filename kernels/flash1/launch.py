@@ -10,10 +10,7 @@ from kernels.flash2.tiles import TileConfig, padded_head_dim
 
 
 def tiles_for(head_dim: int, dtype: torch.dtype) -> tuple[TileConfig, TileConfig]:
-    """Return the tiles of the forward and of the backward kernel: the fastest on an H200.
-
-    Some spill registers. Smaller key tiles would cost more, because each key tile reads and writes all of O or dQ.
-    """
+    """Return the tiles of the forward and of the backward kernel: the fastest on an H200, although some spill."""
     if dtype == torch.float32 or head_dim > 128:
         return TileConfig(32, 32, 8, 1), TileConfig(32, 32, 8, 1)
     if head_dim <= 64:
@@ -28,50 +25,36 @@ def constants_of(
     return tile.queries, tile.keys, head_dim, padded_head_dim(head_dim), causal, documents, dropout, interpreted
 
 
-def _run(
-    kernel, tile: TileConfig, programs: int, q: Tensor, k: Tensor, tensors: tuple, scalars: tuple, *options
-) -> None:
+def _run(kernel, tile: TileConfig, programs: int, q: Tensor, k: Tensor, tensors, strides, causal, scale, dropout_p):
     """Launch a kernel. The last two tensors are numbers and documents."""
-    causal, scale, dropout_p = options
     (seq_q, heads), (seq_k, kv_heads) = q.shape[1:3], k.shape[1:3]
     sizes = heads, heads // kv_heads, seq_q, seq_k, scale, threshold(dropout_p), 1 / (1 - dropout_p)
     constants = constants_of(tile, q.shape[3], causal, tensors[-1] is not None, dropout_p > 0, not q.is_cuda)
     settings = {"num_warps": tile.warps, "num_stages": tile.stages}
     with torch.cuda.device_of(q):
-        launch_kernel(kernel, (q.dtype, q.device), programs, tensors, scalars + sizes, constants, **settings)
+        launch_kernel(kernel, (q.dtype, q.device), programs, tensors, strides + sizes, constants, **settings)
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, numbers: Tensor | None, documents: Tensor | None, *options
-) -> tuple[Tensor, Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, *options) -> tuple[Tensor, Tensor, Tensor]:
     """Same contract as definition.forward, except that m is in base 2."""
     batch, seq_q, heads, head_dim = q.shape
     out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     l = torch.zeros((batch, heads, seq_q), dtype=torch.float32, device=q.device)
     m = torch.full_like(l, float("-inf"))
-    tensors = q, k, v, out, l, m, numbers, documents
+    tensors = q, k, v, out, l, m, *options[:2]
     tile, _ = tiles_for(head_dim, q.dtype)
-    _run(forward_kernel, tile, batch * heads, q, k, tensors, strides(q, k, v, out), *options)
+    _run(forward_kernel, tile, batch * heads, q, k, tensors, strides(q, k, v, out), *options[2:])
     return out.to(q.dtype), l, m
 
 
 def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    l: Tensor,
-    m: Tensor,
-    numbers: Tensor | None,
-    documents: Tensor | None,
-    *options,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l: Tensor, m: Tensor, *options
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Same contract as definition.backward, for the results of `forward` in this module."""
     dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
-    tensors = q, k, v, dout, out, l, m, dq, dk, dv, numbers, documents
+    tensors = q, k, v, dout, out, l, m, dq, dk, dv, *options[:2]
     _, tile = tiles_for(q.shape[3], q.dtype)
     programs = k.shape[0] * k.shape[2]
-    _run(backward_kernel, tile, programs, q, k, tensors, strides(q, k, v, dout, out, dk), *options)
+    _run(backward_kernel, tile, programs, q, k, tensors, strides(q, k, v, dout, out, dk), *options[2:])
     return dq.to(q.dtype), dk, dv

@@ -5,18 +5,16 @@ from torch import Tensor, library
 from torch.autograd.function import once_differentiable
 
 from kernels.common import dropout
-from kernels.common.checks import check_inputs, readable
-from kernels.common.documents import document_bounds
-from kernels.common.registering import implement
+from kernels.common.checks import check_inputs, document_bounds, readable
+from kernels.common.registering import define
 
-_library = library.Library("flash1", "DEF")
-_OPTIONS = "Tensor? numbers, Tensor? documents, bool causal, float scale, float dropout_p"
 _INPUTS = "Tensor q, Tensor k, Tensor v"
-_library.define(f"forward({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)")
-_library.define(
-    f"backward(Tensor dout, {_INPUTS}, Tensor out, Tensor l, Tensor m, {_OPTIONS}) -> (Tensor, Tensor, Tensor)"
+_OPTIONS = "Tensor? numbers, Tensor? documents, bool causal, float scale, float dropout_p"
+_library = define(
+    "flash1",
+    forward=f"({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+    backward=f"(Tensor dout, {_INPUTS}, Tensor out, Tensor l, Tensor m, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
 )
-implement(_library, "flash1", ("forward", "backward"))
 
 
 @library.register_fake("flash1::forward")
@@ -47,23 +45,13 @@ class _Flash1(torch.autograd.Function):
 
 
 def flash1(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    dropout_p: float = 0.0,
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, dropout_p: float = 0.0,
     cu_seqlens: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return softmax(Q K^T scale) V by FlashAttention's Algorithm 1, which never holds all scores.
 
     q is (B, T, H, D), k and v are (B, S, G, D) with H a multiple of G; the output is (B, T, H, D), contiguous. Inputs,
-    masks and errors are as in flash2. Unlike flash2, one program computes one head, and it reads and writes its output
-    for every key tile.
-
-    Raises:
-        ValueError: shapes, dtypes, devices or options outside the above.
+    masks and errors are as in flash2.
     """
     check_inputs("flash1", q, k, v, scale, dropout_p, cu_seqlens)
     numbers = dropout.draw(q.shape[0], q.shape[2], q.shape[1], k.shape[1], q.device) if dropout_p else None

@@ -2,8 +2,8 @@
 
 Dao et al., "FlashAttention: Fast and Memory-Efficient Exact Attention with IO-Awareness" (2022), Algorithms 1, 2 and 4.
 One program owns one head, so only batch and heads fill the GPU. It loops over tiles of K and V, and inside over the
-tiles of Q that see any of them. O, l and m of a query tile (dQ in the backward pass) stay in memory. The program reads
-and rewrites them for every key tile. O and dQ are summed in fp32. The softmax is computed in base 2.
+tiles of Q that see any of them. The program reads and rewrites O, l and m of a query tile (dQ in the backward pass) in
+memory for every key tile. O and dQ are summed in fp32. The softmax is computed in base 2.
 
 M rows of a query tile (the paper's B_r), N rows of a key tile (B_c), D head size padded to a power of two; other names
 as in kernels/common/head_rows.py.

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 128
-HEADER = 4
-"""Numbers in a row of `listed` before its list."""
+HEADER = 4  # numbers in a row of `listed` before its list
 
 
 def butterfly(n: int) -> Tensor:
@@ -36,7 +35,6 @@ class Listed(NamedTuple):
     ragged: bool
 
     def to(self, device: torch.device | str) -> "Listed":
-        """Return a copy on another device."""
         return self._replace(lists=self.lists.to(device))
 
 
@@ -80,8 +78,8 @@ def _rows(first: Tensor, second: Tensor) -> Tensor:
 def longest_piece(counts: Tensor) -> int:
     """Return the length above which lists are divided.
 
-    One program reads a list, and up to three times the mean length it hardly ends after the others. A division costs a
-    sum in memory, which is small compared with 16 blocks.
+    A program with up to three times the mean length hardly ends after the others. A division costs a sum in memory,
+    which is small compared with 16 blocks.
     """
     return max(16, math.ceil(3 * counts.float().mean()))
 

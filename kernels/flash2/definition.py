@@ -13,6 +13,7 @@ from torch import Tensor
 from kernels.common.dropout import keep_mask
 from kernels.common.tiling import NEG_INF, Visibility, accumulator, cut, heads_first, tiles
 from kernels.flash2.block_lists import BLOCK, HEADER
+from kernels.flash2.options import Options
 
 TILE = 128  # divides BLOCK
 
@@ -20,11 +21,10 @@ TILE = 128  # divides BLOCK
 class BlockVisibility(Visibility):
     """The keys that each query sees, without the blocks that a block-sparse pattern leaves out."""
 
-    def __init__(
-        self, q: Tensor, k: Tensor, documents: Tensor | None, blocks: Tensor | None, causal: bool, window: int
-    ):
-        super().__init__(q, k, documents, causal, window)
-        self.kept = None if blocks is None else [row[HEADER : HEADER + row[3]] for row in blocks.tolist()]
+    def __init__(self, q: Tensor, k: Tensor, options: Options):
+        super().__init__(q.shape[1], k.shape[1], q.device, options.documents, options.causal, options.window)
+        rows = None if options.blocks is None else options.blocks.tolist()
+        self.kept = rows and [row[HEADER : HEADER + row[3]] for row in rows]
 
     def overlap(self, rows: range, cols: range) -> bool:
         if self.kept is not None and cols.start // BLOCK not in self.kept[rows.start // BLOCK]:
@@ -32,29 +32,20 @@ class BlockVisibility(Visibility):
         return super().overlap(rows, cols)
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    numbers: Tensor | None,
-    documents: Tensor | None,
-    blocks: Tensor | None,
-    causal: bool,
-    window: int,
-    scale: float,
-    dropout_p: float,
-) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, *options) -> tuple[Tensor, Tensor]:
     """Run Algorithm 1: q (B, T, H, D), k and v (B, S, G, D) -> O (B, T, H, D) in q's dtype, logsumexp (B, H, T).
 
     The logsumexp L = m + log(l) is natural, in fp32, or fp64 for fp64 inputs. A query that sees no key gives O = 0 and
-    L = -inf. Causal masks align at the bottom right. Dropout acts on P after its row sum. See Options for the rest.
+    L = -inf. Dropout acts on P after its row sum. The options are those of Options.
     """
+    options = Options(*options)
+    dropout_p, numbers = options.dropout_p, options.numbers
     (batch, seq_q, heads, _), seq_k = q.shape, k.shape[1]
-    visibility = BlockVisibility(q, k, documents, blocks, causal, window)
+    visibility = BlockVisibility(q, k, options)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     logsumexp = q.new_empty((batch, heads, seq_q), dtype=accumulator(q.dtype))
     Q, K, V = (heads_first(x, heads) for x in (q, k, v))
-    Q = Q * scale
+    Q = Q * options.scale
     for rows in tiles(seq_q, TILE):
         Qi = cut(Q, rows)
         Oi = torch.zeros_like(Qi)
@@ -81,31 +72,20 @@ def forward(
 
 
 def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    dlogsumexp: Tensor | None,
-    deterministic: bool,
-    numbers: Tensor | None,
-    documents: Tensor | None,
-    blocks: Tensor | None,
-    causal: bool,
-    window: int,
-    scale: float,
-    dropout_p: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, dlogsumexp: Tensor | None,
+    deterministic: bool, *options,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Run Algorithm 2: return dQ, dK and dV in the inputs' shapes and dtypes, from dO (B, T, H, D) and dL (B, H, T).
 
     dL may be None. As dL / dS = P, it adds P o dL to dS = P o (dP - D), so it is subtracted from D. The computation is
     always deterministic.
     """
+    options = Options(*options)
+    dropout_p, numbers = options.dropout_p, options.numbers
     (batch, seq_q, heads, head_dim), (seq_k, kv_heads) = q.shape, k.shape[1:3]
-    visibility = BlockVisibility(q, k, documents, blocks, causal, window)
+    visibility = BlockVisibility(q, k, options)
     Q, K, V, O, dO = (heads_first(x, heads) for x in (q, k, v, out, dout))
-    Q = Q * scale  # S and dK then need no scaling; dQ does, at the end
+    Q = Q * options.scale  # S and dK then need no scaling; dQ does, at the end
     L = logsumexp.unsqueeze(-1)
     D = (dO * O).sum(-1, keepdim=True)
     if dlogsumexp is not None:
@@ -128,10 +108,8 @@ def backward(
             cut(dQ, rows).add_(dS @ Kj)
             cut(dK, cols).add_(dS.mT @ Qi)
 
-    def per_kv_head(grad: Tensor) -> Tensor:
-        return grad.view(batch, kv_heads, heads // kv_heads, seq_k, head_dim).sum(2)
-
-    grads = (dQ * scale, q), (per_kv_head(dK), k), (per_kv_head(dV), v)
+    groups = batch, kv_heads, heads // kv_heads, seq_k, head_dim
+    grads = (dQ * options.scale, q), (dK.view(groups).sum(2), k), (dV.view(groups).sum(2), v)
     return tuple(grad.transpose(1, 2).to(x.dtype).contiguous() for grad, x in grads)
 
 

@@ -3,8 +3,7 @@
 `uses_hopper_kernels` is the rule; `explain` describes its choice in one line.
 """
 
-import logging
-from functools import cache, lru_cache
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -23,7 +22,6 @@ from kernels.flash2.tiles import (
 )
 from kernels.flash2.triton_kernels import host as plain
 
-log = logging.getLogger(__name__)
 Settings = PlainTiles | HopperConfig
 
 
@@ -32,26 +30,18 @@ def uses_hopper_kernels(pass_: str, arch: str, head_dim: int, dtype: torch.dtype
 
     They need sm_90, Triton 3.6 or later, 16-bit inputs that TMA can read (the caller checks uses_tma), and no window,
     documents or blocks. They run for the head sizes, masks and lengths that have rows in tiles.json, because they were
-    measured to be faster there. The plain kernels do the rest. That includes dQ of a deterministic backward, because
-    the Hopper kernel adds up dQ in varying order.
+    measured to be faster there. The plain kernels do the rest, and dQ of a deterministic backward.
     """
-    if arch != "sm_90" or triton_version() < (3, 6) or dtype.itemsize != 2:
-        return False
-    if options.window or options.documents is not None or options.blocks is not None:
+    banded = options.window or options.documents is not None or options.blocks is not None
+    if banded or arch != "sm_90" or triton_version() < (3, 6) or dtype.itemsize != 2:
         return False
     return hopper_config_for(pass_, head_dim, options.causal, seq_k, options.dropout_p > 0) is not None
 
 
 def explain(
-    head_dim: int,
-    dtype: torch.dtype,
-    causal: bool,
-    seq_len: int,
-    arch: str,
-    dropout_p: float = 0.0,
-    deterministic: bool = False,
-    documents: bool = False,
-) -> str:
+    head_dim: int, dtype: torch.dtype, causal: bool, seq_len: int, arch: str, dropout_p: float = 0.0,
+    deterministic: bool = False, documents: bool = False,
+) -> str:  # fmt: skip
     """Return one line that says what flash2 launches for contiguous inputs of this kind on an architecture."""
     tiles = plain_tiles_for(arch, head_dim, dtype, causal, seq_len, dropout_p > 0)
     loads = "TMA" if arch == "sm_90" and dtype != torch.float32 else "pointers"
@@ -73,26 +63,17 @@ def explain(
     return f"{forward}; {backward}"
 
 
-@cache
-def _log_choice(pass_: str, kind: str, head_dim: int, dtype: torch.dtype, arch: str) -> None:
-    """Log one line the first time that a kind of kernels runs."""
-    log.info("flash2 %s of head_dim %d in %s on %s: %s kernels", pass_, head_dim, dtype, arch, kind)
-
-
 def _choose(
     pass_: str, given: Settings | None, device: torch.device, dtype: torch.dtype, head_dim: int, seq_k: int,
     options: Options, tma: bool,
 ) -> Settings:  # fmt: skip
-    """Return the given settings, or the Hopper kernel's settings if it is used, or the plain kernels' tiles.
-
-    `tma` says whether TMA can read all inputs.
-    """
+    """Return the given settings, or the table's. `tma` says whether TMA can read all inputs."""
     if given is not None:
         return given
     arch, kind = arch_of(device), (options.causal, seq_k, options.dropout_p > 0)
-    hopper = tma and uses_hopper_kernels(pass_, arch, head_dim, dtype, seq_k, options)
-    _log_choice(pass_, "warp-specialised Gluon" if hopper else "plain Triton", head_dim, dtype, arch)
-    return hopper_config_for(pass_, head_dim, *kind) if hopper else plain_tiles_for(arch, head_dim, dtype, *kind)
+    if tma and uses_hopper_kernels(pass_, arch, head_dim, dtype, seq_k, options):
+        return hopper_config_for(pass_, head_dim, *kind)
+    return plain_tiles_for(arch, head_dim, dtype, *kind)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, *options, tiles: Settings | None = None) -> tuple[Tensor, Tensor]:
@@ -118,10 +99,7 @@ def _plan_forward(
     q_stride: tuple, k_stride: tuple, v_stride: tuple, aligned: bool, documents: bool, blocks: bool,
     options: tuple, given: Settings | None,
 ) -> tuple[TileConfig | HopperForwardConfig, bool, int, tuple, tuple]:  # fmt: skip
-    """Return settings, whether TMA reads, programs, scalars and constants of a forward launch.
-
-    The result is cached: computing it takes the host the same time as launching.
-    """
+    """Return settings, whether TMA reads, programs, scalars and constants of a launch; as slow as the launch itself."""
     (batch, seq_q, heads, head_dim), seq_k = q_shape, k_shape[1]
     options = Options(None, documents or None, blocks or None, *options)
     in_strides = q_stride[:3] + k_stride[:3] + v_stride[:3]

@@ -1,7 +1,7 @@
 """flash2 as PyTorch operators: Triton kernels on CUDA and ROCm, the tiled PyTorch definition on CPU.
 
-The operators are opaque to torch.compile (no graph break). An autograd.Function around them takes about half the host
-time of `custom_op` with `register_autograd`.
+The operators are opaque to torch.compile. An autograd.Function around them takes about half the host time of
+`custom_op` with `register_autograd`.
 """
 
 import torch
@@ -10,25 +10,24 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from kernels.common import dropout
-from kernels.common.checks import check_inputs, readable
-from kernels.common.documents import document_bounds
-from kernels.common.registering import implement, implementation
+from kernels.common.checks import check_inputs, document_bounds, readable
+from kernels.common.registering import define, implementation
 from kernels.flash2.block_lists import BLOCK, HEADER, Listed
 from kernels.flash2.options import Options
 
-_library = library.Library("flash2", "DEF")
 _OPTIONS = "Tensor? numbers, Tensor? documents, Tensor? blocks, bool causal, int window, float scale, float dropout_p"
 _SAVED = f"Tensor out, Tensor logsumexp, Tensor? dlogsumexp, bool deterministic, {_OPTIONS}"
-_library.define(f"forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)")
-_library.define(f"backward(Tensor dout, Tensor q, Tensor k, Tensor v, {_SAVED}) -> (Tensor, Tensor, Tensor)")
-_library.define(f"backward_packed(Tensor dout, Tensor qkv, {_SAVED}, bool with_sums) -> (Tensor, Tensor)")
-
-
-implement(_library, "flash2", ("forward", "backward", "backward_packed"), gpu_module="dispatch")
+_library = define(
+    "flash2",
+    "dispatch",
+    forward=f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)",
+    backward=f"(Tensor dout, Tensor q, Tensor k, Tensor v, {_SAVED}) -> (Tensor, Tensor, Tensor)",
+    backward_packed=f"(Tensor dout, Tensor qkv, {_SAVED}, bool with_sums) -> (Tensor, Tensor)",
+)
 
 
 def _forward(q: Tensor, *args):
-    """Call the operator. On a GPU call its kernels directly, which saves the host 9 microseconds.
+    """Call the operator, or on a GPU its kernels directly: this saves the host 9 microseconds.
 
     torch.compile, dispatch modes (the FLOP counter, make_fx) and subclasses of Tensor need the operator.
     """
@@ -56,10 +55,7 @@ def _(dout, qkv, *rest):
 
 
 class _Flash2(torch.autograd.Function):
-    """Map (q, k, v, None) or (qkv, None, None, bias) to the output and, if return_lse, the logsumexp.
-
-    Each argument costs host time, so there are few. They are named, because torch.compile counts them.
-    """
+    """Map (q, k, v, None) or (qkv, None, None, bias) to the output and, if return_lse, the logsumexp."""
 
     @staticmethod
     def forward(ctx, return_lse, deterministic, options, q, k, v, bias):
@@ -94,7 +90,6 @@ def flash2(
     causal: bool = False,
     scale: float | None = None,
     dropout_p: float = 0.0,
-    numbers: Tensor | None = None,
     window: int | None = None,
     cu_seqlens: Tensor | None = None,
     blocks: Listed | None = None,
@@ -112,14 +107,13 @@ def flash2(
         causal: align the mask at the bottom right: query i sees the keys up to i + seq_k - seq_q. A query without a key
             gives zeros.
         scale: factor of the scores, positive; 1 / sqrt(head_dim) by default.
-        dropout_p: share of the probabilities dropped, in [0, 1).
-        numbers: dropout's random numbers, (batch, heads, seq_q + seq_k) int32; drawn from torch's generator by default.
+        dropout_p: share of the probabilities dropped, in [0, 1), by torch's generator.
         window: with causal, each query sees only the last `window` keys up to its own; all of them by default.
         cu_seqlens: cumulative lengths (n + 1,) int32 of n documents, which fill the batch's sequences laid end to end
             and rise from 0 to batch * seq. Each document attends only to itself. The values stay on the device and are
             not checked.
         blocks: compute only these blocks of 128 queries by 128 keys, from kernels.flash2.block_lists.listed. It
-            requires seq_q = seq_k and no window. A query may be left without a key.
+            requires seq_q = seq_k and no window.
         return_lse: also return the natural logsumexp of the scaled scores, (batch, heads, seq_q) in fp32, or -inf for
             a query without a key. It has a gradient.
         deterministic: give the same bits at every run of the backward pass, at some cost in speed; by default as
@@ -128,40 +122,26 @@ def flash2(
     Raises:
         ValueError: shapes, dtypes, devices or options outside the above.
     """
-    options = _prepare(q, k, v, causal, scale, dropout_p, numbers, window, cu_seqlens, blocks)
+    options = _prepare(q, k, v, causal, scale, dropout_p, window, cu_seqlens, blocks)
     q, k, v = readable(q), readable(k), readable(v)
     return _Flash2.apply(return_lse, _is_deterministic(deterministic), options, q, k, v, None)
 
 
 def flash2_packed(
-    qkv: Tensor,
-    *,
-    bias: Tensor | None = None,
-    causal: bool = False,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    numbers: Tensor | None = None,
-    window: int | None = None,
-    cu_seqlens: Tensor | None = None,
-    blocks: Listed | None = None,
-    return_lse: bool = False,
-    deterministic: bool | None = None,
+    qkv: Tensor, *, bias: Tensor | None = None, return_lse: bool = False, deterministic: bool | None = None, **options
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return flash2 of the three parts of one projection, qkv (batch, seq, 3, heads, head_dim); options as in flash2.
 
     The gradient is one tensor shaped like qkv, which saves the copy that gathers dq, dk and dv.
 
     bias, (3 heads head_dim,), is the bias that the projection already added, detached. Its gradient is computed here:
-    the sum of qkv's gradient over the tokens, in fp32 or more. On Hopper this saves reading qkv's gradient.
-
-    Raises:
-        ValueError: as flash2; or qkv or bias has another shape.
+    the sum of qkv's gradient over the tokens, in fp32 or more.
     """
     if qkv.ndim != 5 or qkv.shape[2] != 3:
         raise ValueError(f"flash2_packed takes qkv (batch, seq, 3, heads, head_dim), not {tuple(qkv.shape)}")
     if bias is not None and bias.shape != (qkv.shape[2:].numel(),):
         raise ValueError(f"the bias of qkv {tuple(qkv.shape)} is ({qkv.shape[2:].numel()},), not {tuple(bias.shape)}")
-    options = _prepare(*qkv.unbind(2), causal, scale, dropout_p, numbers, window, cu_seqlens, blocks)
+    options = _prepare(*qkv.unbind(2), **options)
     qkv = readable(qkv)
     return _Flash2.apply(return_lse, _is_deterministic(deterministic), options, qkv, None, None, bias)
 
@@ -171,18 +151,10 @@ def _is_deterministic(asked: bool | None) -> bool:
 
 
 def _prepare(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    scale: float | None,
-    dropout_p: float,
-    numbers: Tensor | None,
-    window: int | None,
-    cu_seqlens: Tensor | None,
-    blocks: Listed | None,
-) -> Options:
-    """Check the inputs and return the operators' options."""
+    q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None, dropout_p: float = 0.0,
+    window: int | None = None, cu_seqlens: Tensor | None = None, blocks: Listed | None = None,
+) -> Options:  # fmt: skip
+    """Check the inputs and return the operators' options. The defaults are flash2's."""
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     dropout_p = float(dropout_p)
     check_inputs("flash2", q, k, v, scale, dropout_p, cu_seqlens)
@@ -194,14 +166,7 @@ def _prepare(
         window = None  # it hides nothing
     if blocks is not None:
         _check_blocks(q, k, causal, cu_seqlens is not None, window, blocks)
-    shape = q.shape[0], q.shape[2], q.shape[1] + k.shape[1]
-    if numbers is not None and not (
-        (numbers.shape, numbers.dtype, numbers.device) == (shape, torch.int32, q.device) and numbers.is_contiguous()
-    ):
-        found = f"{tuple(numbers.shape)} {numbers.dtype} on {numbers.device}"
-        raise ValueError(f"numbers are {found}; draw {shape} int32, contiguous, on {q.device} with dropout.draw")
-    if dropout_p and numbers is None:
-        numbers = dropout.draw(q.shape[0], q.shape[2], q.shape[1], k.shape[1], q.device)
+    numbers = dropout.draw(q.shape[0], q.shape[2], q.shape[1], k.shape[1], q.device) if dropout_p else None
     documents = None if cu_seqlens is None else document_bounds(cu_seqlens, *q.shape[:2])
     lists = None if blocks is None else blocks.lists
     return Options(numbers, documents, lists, causal, window or 0, scale, dropout_p)

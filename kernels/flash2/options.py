@@ -8,15 +8,10 @@ from torch import Tensor
 class Options(NamedTuple):
     """Which keys a query sees, the scale of the scores, and dropout."""
 
-    numbers: Tensor | None = None
-    """(B, H, T + S) int32: random numbers of dropout from dropout.draw; None without dropout."""
-    documents: Tensor | None = None
-    """(B, 2, T) int32: where each token's document starts and ends in its sequence; None for one document."""
-    blocks: Tensor | None = None
-    """(2 n or more, 4 + n) int32: the blocks of queries and keys to compute, from block_lists.listed; None for all."""
-    causal: bool = False
-    """Query i sees only the keys up to i + seq_k - seq_q."""
-    window: int = 0
-    """A query sees only the last `window` of these keys; 0 for all."""
+    numbers: Tensor | None = None  # (B, H, T + S) int32: random numbers of dropout from dropout.draw
+    documents: Tensor | None = None  # (B, 2, T) int32: where each token's document starts and ends in its sequence
+    blocks: Tensor | None = None  # (2 n or more, 4 + n) int32: the blocks to compute, from block_lists.listed
+    causal: bool = False  # query i sees only the keys up to i + seq_k - seq_q
+    window: int = 0  # a query sees only the last `window` of these keys; 0 for all
     scale: float = 1.0
     dropout_p: float = 0.0

@@ -7,18 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.common.dropout import keep_mask
-from kernels.naive.definition import visible
-
-
-def _hidden(shape: torch.Size, documents: Tensor | None, causal: bool, device: torch.device) -> Tensor | None:
-    """Return (T, S) or (B, 1, T, S) boolean, True for keys that a query does not see; None if all see all."""
-    hidden = ~visible(*shape[2:], device) if causal else None
-    if documents is None:
-        return hidden
-    j = torch.arange(shape[3], device=device)
-    first, end = (bound[:, None, :, None] for bound in documents.unbind(1))
-    elsewhere = (j < first) | (j >= end)
-    return elsewhere if hidden is None else elsewhere | hidden
+from kernels.common.tiling import NEG_INF, Visibility
 
 
 def _keep(shape: torch.Size, numbers: Tensor, dropout_p: float) -> Tensor:
@@ -26,37 +15,27 @@ def _keep(shape: torch.Size, numbers: Tensor, dropout_p: float) -> Tensor:
     return keep_mask(numbers, shape[2], range(shape[2]), range(shape[3]), dropout_p) / (1 - dropout_p)
 
 
-def forward(
-    scores: Tensor, numbers: Tensor | None, documents: Tensor | None, causal: bool, scale: float, dropout_p: float
-) -> tuple[Tensor, Tensor]:
+def forward(scores: Tensor, *options) -> tuple[Tensor, Tensor]:
     """Return softmax(scores scale) of scores (B, H, T, S), and the same after dropout (empty if dropout_p is 0).
 
     The softmax is computed in fp32 (fp64 for fp64 scores) and rounded to the scores' dtype. A query that sees no key
-    gets zeros. numbers, documents and causal are as in flash2.
+    gets zeros. flash2's Options explains the options.
     """
+    numbers, documents, causal, scale, dropout_p = options
+    whole = range(scores.shape[2]), range(scores.shape[3])
+    visibility = Visibility(*scores.shape[2:], scores.device, documents, causal)
     accurate = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
-    hidden = _hidden(scores.shape, documents, causal, scores.device)
-    if hidden is not None:
-        accurate = accurate.masked_fill(hidden, float("-inf"))
-    probabilities = accurate.softmax(-1)
-    if hidden is not None:
-        probabilities = probabilities.masked_fill(hidden, 0)  # the softmax of a query without keys is 0/0
+    probabilities = visibility.hide(accurate, *whole, NEG_INF).softmax(-1)
+    probabilities = visibility.hide(probabilities, *whole, 0)  # the softmax of a query without keys is 0/0
     kept = scores.new_empty(0)
     if dropout_p:
         kept = (probabilities * _keep(scores.shape, numbers, dropout_p)).to(scores.dtype)
     return probabilities.to(scores.dtype), kept
 
 
-def backward(
-    dkept: Tensor,
-    probabilities: Tensor,
-    numbers: Tensor | None,
-    documents: Tensor | None,
-    causal: bool,
-    scale: float,
-    dropout_p: float,
-) -> Tensor:
+def backward(dkept: Tensor, probabilities: Tensor, *options) -> Tensor:
     """Return dS = scale P o (dP - rowsum(P o dP)), the scores' gradient, from the gradient after dropout."""
+    numbers, _, _, scale, dropout_p = options
     accumulator = torch.promote_types(dkept.dtype, torch.float32)
     P, dP = probabilities.to(accumulator), dkept.to(accumulator)
     if dropout_p:

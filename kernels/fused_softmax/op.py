@@ -1,8 +1,8 @@
 """Attention by two matrix products and a fused softmax, as Megatron-LM computed it before FlashAttention.
 
 Shoeybi et al., "Megatron-LM" (2019); its fused kernel is the baseline of FlashAttention's Table 2. Scores and
-probabilities go to memory in the inputs' dtype and are read and written once each. The probabilities stay there for the
-backward pass. cuBLAS computes the products.
+probabilities go to memory in the inputs' dtype. The probabilities stay there for the backward pass. cuBLAS computes the
+products.
 """
 
 import torch
@@ -10,17 +10,18 @@ from torch import Tensor, library
 from torch.autograd.function import once_differentiable
 
 from kernels.common import dropout
-from kernels.common.checks import check_inputs
-from kernels.common.documents import document_bounds
-from kernels.common.registering import implement
+from kernels.common.checks import check_inputs, document_bounds
+from kernels.common.registering import define
 
 LONGEST_ROW = 16384  # keys; a program holds a row of scores on chip, as in Megatron-LM's kernel
 
-_library = library.Library("fused_softmax", "DEF")
 _OPTIONS = "Tensor? numbers, Tensor? documents, bool causal, float scale, float dropout_p"
-_library.define(f"forward(Tensor scores, {_OPTIONS}) -> (Tensor, Tensor)")
-_library.define(f"backward(Tensor dkept, Tensor probabilities, {_OPTIONS}) -> Tensor")
-implement(_library, "fused_softmax", ("forward", "backward"), gpu_module="triton_kernels")
+_library = define(
+    "fused_softmax",
+    "triton_kernels",
+    forward=f"(Tensor scores, {_OPTIONS}) -> (Tensor, Tensor)",
+    backward=f"(Tensor dkept, Tensor probabilities, {_OPTIONS}) -> Tensor",
+)
 
 
 @library.register_fake("fused_softmax::forward")
@@ -52,23 +53,16 @@ class _FusedSoftmax(torch.autograd.Function):
 
 
 def fused_softmax(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    dropout_p: float = 0.0,
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, dropout_p: float = 0.0,
     cu_seqlens: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return softmax(Q K^T scale) V, with scores and probabilities in memory in the inputs' dtype.
 
-    q is (B, T, H, D), k and v are (B, S, G, D) with H a multiple of G; the output is (B, T, H, D). Causal masks align
-    at the bottom right. A query that sees no key gives zeros. Other inputs and errors are as in flash2. Autocast has
-    no effect.
+    q is (B, T, H, D), k and v are (B, S, G, D) with H a multiple of G; the output is (B, T, H, D). Inputs, masks and
+    errors are as in flash2. Autocast has no effect.
 
     Raises:
-        ValueError: more than 16384 keys, or inputs outside the above.
+        ValueError: more than 16384 keys.
     """
     check_inputs("fused_softmax", q, k, v, scale, dropout_p, cu_seqlens)
     (batch, seq_q, heads, head_dim), (seq_k, kv_heads) = q.shape, k.shape[1:3]

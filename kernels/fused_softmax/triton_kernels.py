@@ -91,38 +91,26 @@ def tile(seq_k: int) -> tuple[int, int, int]:
     return max(SCORES // columns, 1), columns, max(4, columns // 512)
 
 
-def _launch(kernel, tensors: tuple, shape: torch.Size, causal: bool, scale: float, dropout_p: float) -> None:
-    """Launch a kernel for scores of shape (B, H, T, S). The last two tensors are numbers and documents."""
+def _launch(kernel, tensors: tuple, shape: torch.Size, numbers, documents, causal, scale, dropout_p) -> None:
+    """Launch a kernel for scores of shape (B, H, T, S)."""
     batch, heads, seq_q, seq_k = shape
     rows, (m, n, warps) = batch * heads * seq_q, tile(seq_k)
     sizes = rows, heads, seq_q, seq_k, scale, threshold(dropout_p), 1 / (1 - dropout_p)
-    options = causal, tensors[-1] is not None, dropout_p > 0, not tensors[0].is_cuda
+    constants = m, n, causal, documents is not None, dropout_p > 0, not tensors[0].is_cuda
     with torch.cuda.device_of(tensors[0]):
-        kernel[(triton.cdiv(rows, m),)](*tensors, *sizes, m, n, *options, num_warps=warps)
+        kernel[(triton.cdiv(rows, m),)](*tensors, numbers, documents, *sizes, *constants, num_warps=warps)
 
 
-def forward(
-    scores: Tensor, numbers: Tensor | None, documents: Tensor | None, causal: bool, scale: float, dropout_p: float
-) -> tuple[Tensor, Tensor]:
+def forward(scores: Tensor, *options) -> tuple[Tensor, Tensor]:
     """Same contract as definition.forward, for contiguous scores."""
-    probabilities = torch.empty_like(scores)
+    probabilities, dropout_p = torch.empty_like(scores), options[-1]
     kept = torch.empty_like(scores) if dropout_p else scores.new_empty(0)
-    tensors = scores, probabilities, kept, numbers, documents
-    _launch(softmax_kernel, tensors, scores.shape, causal, scale, dropout_p)
+    _launch(softmax_kernel, (scores, probabilities, kept), scores.shape, *options)
     return probabilities, kept
 
 
-def backward(
-    dkept: Tensor,
-    probabilities: Tensor,
-    numbers: Tensor | None,
-    documents: Tensor | None,
-    causal: bool,
-    scale: float,
-    dropout_p: float,
-) -> Tensor:
+def backward(dkept: Tensor, probabilities: Tensor, *options) -> Tensor:
     """Same contract as definition.backward."""
     dscores = torch.empty_like(probabilities)
-    tensors = dkept, probabilities, dscores, numbers, documents
-    _launch(softmax_gradient_kernel, tensors, dkept.shape, causal, scale, dropout_p)
+    _launch(softmax_gradient_kernel, (dkept, probabilities, dscores), dkept.shape, *options)
     return dscores

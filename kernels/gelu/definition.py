@@ -13,7 +13,6 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _biased(product: Tensor, bias: Tensor) -> Tensor:
-    """Return the sum in fp32 or more."""
     wide = _wide(product)
     return wide + bias.to(wide.dtype)
 

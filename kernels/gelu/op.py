@@ -7,15 +7,14 @@ import torch
 from torch import Tensor, library
 from torch.autograd.function import once_differentiable
 
-from kernels.common.registering import implement, rows_of
-from kernels.linear.op import bias_gradient, weight_gradient
+from kernels.common.registering import define, rows_of
+from kernels.linear.op import bias_gradient
 
-_library = library.Library("gelu", "DEF")
-_library.define("forward(Tensor x, Tensor weight, Tensor bias, bool keep_output) -> (Tensor, Tensor)")
-_library.define(
-    "backward(Tensor dout, Tensor weight, Tensor bias, Tensor saved, bool keep_output) -> (Tensor, Tensor, Tensor)"
+_library = define(
+    "gelu",
+    forward="(Tensor x, Tensor weight, Tensor bias, bool keep_output) -> (Tensor, Tensor)",
+    backward="(Tensor dout, Tensor weight, Tensor bias, Tensor saved, bool keep_output) -> (Tensor, Tensor, Tensor)",
 )
-implement(_library, "gelu", ("forward", "backward"))
 
 
 @library.register_fake("gelu::forward")
@@ -49,29 +48,25 @@ class _GeluMLP(torch.autograd.Function):
         with torch.autocast(dout.device.type, enabled=False):
             dpre, sums, recomputed = torch.ops.gelu.backward(dout, out_matrix, bias, saved, keep_output)
             activated = activated if keep_output else recomputed
-            dweight, dout_weight = weight_gradient(dpre, x, dtype), weight_gradient(dout, activated, out_dtype)
+            dweight = torch.ops.linear.weight_gradient(dpre, x, dtype)
+            dout_weight = torch.ops.linear.weight_gradient(dout, activated, out_dtype)
             dx, dbias = dpre @ matrix, sums.to(bias.dtype)
             dout_bias = bias_gradient(dout, out_bias_dtype) if ctx.needs_input_grad[4] else None
             return dx, dweight, dbias, dout_weight, dout_bias, dresidual, None
 
 
 def gelu_mlp(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    out_weight: Tensor,
-    out_bias: Tensor,
-    residual: Tensor | None = None,
+    x: Tensor, weight: Tensor, bias: Tensor, out_weight: Tensor, out_bias: Tensor, residual: Tensor | None = None,
     keep_output: bool = True,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return gelu(x weight^T + bias) out_weight^T + out_bias + residual, (..., E) in x's dtype, for tanh-GELU.
 
-    x (..., D), weight (C, D), bias (C,), out_weight (E, C), out_bias (E,) and residual (..., E) have floating dtypes,
-    and their gradients have the same ones. Autocast has no effect. kernels.linear explains the gradients of the weights
-    and of out_bias. The gradient of `bias` is summed in fp32.
+    x (..., D), weight (C, D), bias (C,), out_weight (E, C), out_bias (E,) and residual (..., E) have floating dtypes.
+    Autocast has no effect. kernels.linear explains the gradients of the weights and of out_bias. The gradient of `bias`
+    is summed in fp32.
 
-    With keep_output the forward pass saves GELU's output and its slope, (N, C) each. Without it the forward pass saves
-    only x weight^T, and the backward pass recomputes both. That takes half the memory.
+    With keep_output the forward pass saves GELU's output and its slope, (N, C) each. Without it, the forward pass saves
+    x weight^T, and the backward pass recomputes both. That takes half the memory.
 
     Raises:
         ValueError: the shapes do not fit each other.

@@ -1,9 +1,8 @@
 """Tanh-GELU (Hendrycks and Gimpel, 2016) in Triton, forward and backward.
 
 0.5 v (1 + tanh(u)) with u = sqrt(2 / pi) (v + 0.044715 v^3) equals v sigmoid(2 u). It takes one exponential, and a tanh
-would be the bottleneck. With KEEP_OUTPUT the forward pass overwrites its input, which nothing reads again, with GELU's
-derivative for the backward pass. The backward pass also sums its result by column for the bias's gradient. A separate
-pass over the result would cost a third of the whole.
+would be the bottleneck. With KEEP_OUTPUT the forward pass overwrites its input with GELU's derivative for the backward
+pass. The backward pass also sums its result by column for the bias's gradient: a separate pass would cost a third.
 
 M rows and N columns of a tile. All tensors are (rows, columns) and dense.
 """

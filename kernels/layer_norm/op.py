@@ -1,23 +1,22 @@
 """LayerNorm (Ba et al., 2016) of a residual stream, as PyTorch operators.
 
-The backward kernel reads the stream's gradient, adds LayerNorm's gradient, and sums the gradients of weight and biases
-over the tokens. torch.compile's own kernels read rows of more than 1024 columns twice and need several kernels for the
-sums.
+The backward kernel also adds the stream's gradient and sums the gradients of weight and biases over the tokens.
+torch.compile's own kernels read rows of more than 1024 columns twice and need several kernels for the sums.
 """
 
 import torch
 from torch import Tensor, library
 from torch.autograd.function import once_differentiable
 
-from kernels.common.registering import implement, rows_of
+from kernels.common.registering import define, rows_of
 
-_library = library.Library("layer_norm", "DEF")
-_library.define("forward(Tensor x, Tensor weight, Tensor bias, float eps) -> (Tensor, Tensor, Tensor)")
-_library.define(
-    "backward(Tensor dout, Tensor dstream, Tensor x, Tensor weight, Tensor mean, Tensor rstd, bool with_sum)"
-    " -> (Tensor, Tensor)"
+_SAVED = "Tensor x, Tensor weight, Tensor mean, Tensor rstd"
+_library = define(
+    "layer_norm",
+    "triton_kernels",
+    forward="(Tensor x, Tensor weight, Tensor bias, float eps) -> (Tensor, Tensor, Tensor)",
+    backward=f"(Tensor dout, Tensor dstream, {_SAVED}, bool with_sum) -> (Tensor, Tensor)",
 )
-implement(_library, "layer_norm", ("forward", "backward"), gpu_module="triton_kernels")
 
 
 @library.register_fake("layer_norm::forward")
@@ -59,8 +58,8 @@ def normalise(
     One kernel then computes LayerNorm's gradient and adds it to that of the returned x. x (..., C), weight (C,) and
     bias (C,) have floating dtypes. The computation is in fp32, or fp64 for fp64 x, whether or not autocast is on.
 
-    added_bias (C,) is a bias that x already contains and that got no gradient there (kernels.linear). Its gradient is
-    the sum of x's gradient over the rows. The kernel sums it in fp32, which saves a pass over x's gradient.
+    added_bias (C,) is a bias that x already contains and that got no gradient there (kernels.linear). Its gradient, the
+    sum of x's gradient over the rows, is summed here in fp32.
 
     Raises:
         ValueError: added_bias is not (C,).

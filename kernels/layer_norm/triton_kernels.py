@@ -1,8 +1,8 @@
 """LayerNorm of a residual stream and its gradient in Triton, at the bandwidth of HBM: each row is read once.
 
 Program p of P takes tiles p, p + P, p + 2 P, ..., each of M rows. In the backward pass it accumulates sums over its
-rows, and the programs' sums are added in a fixed order afterwards. A few programs can keep HBM busy if they load two
-tiles ahead. They do so if three tiles fit into shared memory. In the forward pass short rows have one program per tile.
+rows, and the programs' sums are added in a fixed order afterwards. Programs load two tiles ahead if three fit into
+shared memory. In the forward pass short rows have one program per tile.
 
 M rows and N columns of a tile, N a power of two of at least `columns`. All matrices are (rows, columns) and dense.
 """
@@ -21,13 +21,11 @@ from kernels.layer_norm import definition
 WIDEST = 8192  # columns that fit into a program's registers
 ELEMENTS = 4096  # of a tile, which has at least one row
 PER_THREAD = 32  # elements of a thread; the forward pass has twice as many
-# Forward: rows up to SHORT columns have tiles of at least FORWARD_ROWS rows, longer ones FORWARD_PROGRAMS programs. In
-# either case several rows share a program's loads of weight and bias. On an H200 in 16 bits these are among the fastest
-# of about a hundred choices. At widths of 768, 1024, 2048 and 2560 they take 9, 2, 2 and 14 % more than a copy.
+# Forward: rows up to SHORT columns have tiles of at least FORWARD_ROWS rows, longer ones FORWARD_PROGRAMS programs, so
+# that several rows share a program's loads of weight and bias. On an H200 in 16 bits these are among the fastest of
+# about a hundred choices: widths of 768, 1024, 2048 and 2560 take 9, 2, 2 and 14 % more than a copy.
 FORWARD_ROWS, FORWARD_PROGRAMS, SHORT = 4, 4 * 132, 2048
-# Backward: the number of programs. On an H200 in 16 bits, the fastest of about thirty choices at widths of 768, 2048
-# and 2560: within 2 % of the time of a copy of the same size.
-PROGRAMS = 2 * 132
+PROGRAMS = 2 * 132  # of the backward: on an H200 in 16 bits, within 2 % of the time of a copy
 STAGES, LARGEST_STAGE = 3, 3 * 8192  # bytes of three tiles, two of which fit into the shared memory of any GPU
 
 
@@ -61,9 +59,8 @@ def layer_norm_gradient_kernel(
     dout, dstream, x, weight, mean, rstd, dx, sums, rows, columns,
     M: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr, WITH_SUM: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Compute dx, M rows at a time, and the program's rows of sums (P, 2 or 3, columns) fp32.
-
-    These rows are the gradients by weight and bias and, WITH_SUM, the sum of dx over the rows.
+    """Compute dx, M rows at a time, and the program's rows of sums (P, 2 or 3, columns) fp32: the gradients by weight
+    and bias and, WITH_SUM, the sum of dx over the rows.
     """
     o_n = tl.arange(0, N)
     inside = o_n < columns

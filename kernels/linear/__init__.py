@@ -1,5 +1,5 @@
 """A linear layer that adds its result to a residual stream."""
 
-from kernels.linear.op import linear, weight_gradient
+from kernels.linear.op import linear
 
-__all__ = ["linear", "weight_gradient"]
+__all__ = ["linear"]

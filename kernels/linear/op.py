@@ -1,8 +1,7 @@
 """A linear layer with a residual as PyTorch operators.
 
-The weight's gradient is computed in the weight's own dtype. Tensor cores sum products of 16-bit numbers in fp32. Under
-autocast, torch still rounds the gradient of an fp32 weight to 16 bits, and another kernel widens it again. Here cuBLAS
-writes the fp32 sums directly.
+The weight's gradient is computed in the weight's own dtype: cuBLAS writes the fp32 sums of the tensor cores. torch's
+autocast rounds the gradient of an fp32 weight to 16 bits, and another kernel widens it again.
 
 N tokens, D inputs, C outputs.
 """
@@ -11,12 +10,10 @@ import torch
 from torch import Tensor, library
 from torch.autograd.function import once_differentiable
 
-from kernels.common.registering import implement, rows_of
+from kernels.common.registering import define, rows_of
 
-_library = library.Library("linear", "DEF")
-_library.define("forward(Tensor x, Tensor weight, Tensor bias, Tensor? residual) -> Tensor")
+_library = define("linear", forward="(Tensor x, Tensor weight, Tensor bias, Tensor? residual) -> Tensor")
 _library.define("weight_gradient(Tensor dout, Tensor x, ScalarType dtype) -> Tensor")
-implement(_library, "linear", ("forward",))
 
 
 @library.register_fake("linear::forward")
@@ -25,6 +22,10 @@ def _(x, weight, bias, residual):
 
 
 def _weight_gradient(dout: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return dout^T x, (C, D) in `dtype`, for dout (N, C) and x (N, D) of one dtype, without a rounding in between.
+
+    This is an operator because torch 2.9's compiler does not know products with a result wider than their operands.
+    """
     if not (x.dtype.itemsize == 2 and dtype == torch.float32):
         return (dout.T @ x).to(dtype)
     if x.device.type == "cpu":
@@ -39,14 +40,6 @@ for _device in ("cpu", "cuda"):
 @library.register_fake("linear::weight_gradient")
 def _(dout, x, dtype):
     return x.new_empty((dout.shape[1], x.shape[1]), dtype=dtype)
-
-
-def weight_gradient(dout: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return dout^T x, (C, D) in `dtype`, for dout (N, C) and x (N, D) of one dtype, without a rounding in between.
-
-    This is an operator because torch 2.9's compiler does not know products with a result wider than their operands.
-    """
-    return torch.ops.linear.weight_gradient(dout, x, dtype)
 
 
 def bias_gradient(dout: Tensor, dtype: torch.dtype) -> Tensor:
@@ -71,15 +64,16 @@ class _Linear(torch.autograd.Function):
         with torch.autocast(dout.device.type, enabled=False):
             dx = rows @ matrix
         dbias = bias_gradient(rows, bias_dtype) if ctx.needs_input_grad[2] else None
-        return dx, weight_gradient(rows, x, weight_dtype), dbias, dout if ctx.needs_input_grad[3] else None
+        dweight = torch.ops.linear.weight_gradient(rows, x, weight_dtype)
+        return dx, dweight, dbias, dout if ctx.needs_input_grad[3] else None
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None = None) -> Tensor:
     """Return x weight^T + bias + residual, (..., C) in x's dtype, whether or not autocast is on.
 
     x (..., D), weight (C, D), bias (C,) and residual (..., C) have floating dtypes. The gradients of weight and bias
-    have their parameters' dtypes and are never rounded to 16 bits on the way to fp32. The gradient of the bias reads
-    all of the output's gradient. If the LayerNorm that follows computes it instead (kernels.layer_norm), detach bias.
+    have their parameters' dtypes and are never rounded to 16 bits on the way to fp32. If the LayerNorm that follows
+    computes the gradient of the bias (kernels.layer_norm), detach bias.
 
     Raises:
         ValueError: the shapes do not fit each other.

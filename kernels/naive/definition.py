@@ -20,13 +20,7 @@ def visible(seq_q: int, seq_k: int, device: torch.device) -> Tensor:
 
 
 def same_document(q: Tensor, k: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return (B, T, T) boolean, True for two tokens of the same document, for q and k of one length.
-
-    cu_seqlens (n + 1,) holds cumulative document lengths over all sequences laid end to end.
-
-    Raises:
-        ValueError: as check_documents.
-    """
+    """Return (B, T, T) boolean, True for two tokens of the same document. Errors are those of check_documents."""
     check_documents(q, k, cu_seqlens)
     batch, seq_len = q.shape[:2]
     token = torch.arange(batch * seq_len, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
@@ -79,22 +73,14 @@ class _StandardAttention(torch.autograd.Function):
 
 
 def standard_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    dropout_p: float = 0.0,
-    keep: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, dropout_p: float = 0.0,
+    keep: Tensor | None = None, cu_seqlens: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Return softmax(Q K^T scale) V, with S and P in memory in both passes.
 
     q is (B, T, H, D), k and v are (B, S, G, D) with H a multiple of G, any floating dtype; the output is (B, T, H, D)
-    in q's dtype. A query that sees no key gives zeros. Dropout draws from torch's generator, unless the boolean `keep`
-    (B, H, T, S) names the probabilities that survive (tests use this to check a kernel's mask). With cu_seqlens each
-    document attends only to itself, as in flash2. Autocast has no effect.
+    in q's dtype. A query that sees no key gives zeros. With cu_seqlens each document attends only to itself, as in
+    flash2. Autocast has no effect. Tests pass dropout's mask `keep`, boolean (B, H, T, S).
 
     Raises:
         ValueError: dropout_p is not in [0, 1), or q and k differ in length although cu_seqlens is given.

@@ -1,5 +1,8 @@
 """Walk through attention on a 4 x 2 example, tile by tile: python -m kernels.reference."""
 
+from collections.abc import Callable
+from inspect import getdoc
+
 import torch
 from rich.console import Console
 from torch import Tensor
@@ -47,52 +50,37 @@ def check(name: str, found: Tensor, expected: Tensor) -> None:
         raise SystemExit(f"{name} differs from Algorithm 0's by {distance}")
 
 
-def title(text: str, explanation: str) -> None:
-    """Print a heading and the explanation below it."""
-    console.rule(f"[bold]{text}")
-    console.print(f"{explanation}\n")
+def title(algorithm: Callable) -> None:
+    """Print an algorithm's docstring as a heading and an explanation."""
+    heading, _, explanation = getdoc(algorithm).partition(": ")
+    console.rule(f"[bold]{heading}")
+    console.print(f"{explanation[:1].upper()}{explanation[1:]}\n")
 
 
 def walk() -> None:
     """Print all algorithms with their intermediate states, and check their results."""
-    title("The example", "Four tokens, head size 2, tiles of 2 rows (B_r = B_c = 2); no scale and no mask.")
+    console.print("Four tokens, head size 2, tiles of 2 rows (B_r = B_c = 2); no scale and no mask.\n")
     console.print(side_by_side(Q=Q, K=K, V=V, dO=dO) + "\n")
 
-    title(
-        "Standard attention: FlashAttention, Algorithm 0",
-        "S = QK^T and P = softmax(S) go to memory, N x N numbers each.",
-    )
+    title(algorithms.standard_attention)
     inputs = [x.clone().requires_grad_() for x in (Q, K, V)]
     expected = algorithms.standard_attention(*inputs)
     gradients = torch.autograd.grad(expected, inputs, dO)
     algorithms.standard_attention(Q, K, V, show)
 
-    title(
-        "Online softmax: Milakov and Gimelshein, Algorithm 3",
-        "The first row of S, one number at a time. When the maximum m rises, the sum l shrinks by exp(m_old - m).",
-    )
+    title(algorithms.online_softmax)
     first = Q[0] @ K.T
-    check("The softmax of the row", algorithms.online_softmax(first, show), first.softmax(0))
+    check("The softmax of the first row of S", algorithms.online_softmax(first, show), first.softmax(0))
 
-    title(
-        "FlashAttention, Algorithm 1",
-        "Outer loop over tiles of K and V (j), inner loop over tiles of Q (i). m, l and O go to memory each time.\n"
-        "O is normalised after each tile: it is already attention to the keys seen so far.",
-    )
+    title(algorithms.flash_attention)
     check("O", algorithms.flash_attention(Q, K, V, TILE, TILE, show), expected)
 
-    title(
-        "FlashAttention-2, Algorithm 1",
-        "Outer loop over tiles of Q (i). O stays on chip, is normalised after the last j, and is written once.",
-    )
+    title(algorithms.flash_attention_2)
     O, L = algorithms.flash_attention_2(Q, K, V, TILE, TILE, show)
     check("O", O, expected)
     check("L = m + log(l), the row's logsumexp,", L, (Q @ K.T).logsumexp(1))
 
-    title(
-        "FlashAttention-2, Algorithm 2: the backward pass",
-        "Outer loop over tiles of K and V (j). P = exp(S - L) is recomputed. dS = P o (dP - D), D = rowsum(dO o O).",
-    )
+    title(algorithms.flash_attention_2_backward)
     found = algorithms.flash_attention_2_backward(Q, K, V, O, dO, L, TILE, TILE, show)
     for name, ours, autograds in zip(("dQ", "dK", "dV"), found, gradients, strict=True):
         check(name, ours, autograds)

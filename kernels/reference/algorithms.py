@@ -16,7 +16,7 @@ Watch = Callable[..., None]
 
 
 def ignore(**state) -> None:
-    """Do nothing with the state."""
+    pass
 
 
 def standard_attention(Q: Tensor, K: Tensor, V: Tensor, watch: Watch = ignore) -> Tensor:
@@ -29,7 +29,10 @@ def standard_attention(Q: Tensor, K: Tensor, V: Tensor, watch: Watch = ignore) -
 
 
 def online_softmax(x: Tensor, watch: Watch = ignore) -> Tensor:
-    """Algorithm 3 of Milakov and Gimelshein (2018): softmax of x (N,), with maximum and sum found in one pass."""
+    """Algorithm 3 of Milakov and Gimelshein (2018): softmax of x (N,), with maximum and sum found in one pass.
+
+    When the maximum m rises, the sum l shrinks by exp(m_old - m).
+    """
     m, d = x.new_tensor(float("-inf")), x.new_tensor(0.0)  # 1, 2
     for j, x_j in enumerate(x):  # 3
         m_new = torch.maximum(m, x_j)  # 4
@@ -91,7 +94,10 @@ def flash_attention_2(
 def flash_attention_2_backward(
     Q: Tensor, K: Tensor, V: Tensor, O: Tensor, dO: Tensor, L: Tensor, B_r: int, B_c: int, watch: Watch = ignore
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Algorithm 2 of FlashAttention-2 (Dao, 2023): recompute P from S and L. Return dQ, dK and dV."""
+    """Algorithm 2 of FlashAttention-2 (Dao, 2023): outer loop over tiles of K and V. Return dQ, dK and dV.
+
+    P = exp(S - L) is recomputed. dS = P o (dP - D) with D = rowsum(dO o O).
+    """
     D = (dO * O).sum(1)  # 4
     dQ, dK, dV = torch.zeros_like(Q), torch.zeros_like(K), torch.zeros_like(V)  # 3
     of_keys = (x.split(B_c) for x in (K, V, dK, dV))

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.common import dropout
-from kernels.common.documents import document_bounds
+from kernels.common.checks import document_bounds
 from kernels.flash1 import definition, flash1, launch
 from kernels.naive.definition import standard_attention
 from tests.kernels.accuracy import Case, assert_as_accurate, draw, outcome

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.common.documents import document_bounds
+from kernels.common.checks import document_bounds
 from kernels.flash2 import block_lists as blocks
 from kernels.flash2 import definition, dispatch, flash2
 from kernels.flash2.options import Options

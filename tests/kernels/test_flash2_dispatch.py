@@ -1,7 +1,5 @@
 """The choice between flash2's kernels, and its explanation and log line."""
 
-import logging
-
 import pytest
 import torch
 
@@ -62,12 +60,3 @@ def test_a_length_without_settings_gets_the_plain_kernels(monkeypatch):
 def test_an_older_triton_gets_the_plain_kernels(monkeypatch):
     monkeypatch.setattr(dispatch, "triton_version", lambda: (3, 5))
     assert not dispatch.uses_hopper_kernels("backward", "sm_90", 64, BF16, 1024, WHOLE)
-
-
-def test_the_log_names_the_kernels_once(caplog):
-    dispatch._log_choice.cache_clear()
-    q = torch.randn(1, 20, 1, 16)
-    with caplog.at_level(logging.INFO, logger=dispatch.__name__):
-        for _ in range(2):
-            dispatch.forward(q, q, q, *Options(scale=0.25))
-    assert caplog.messages == ["flash2 forward of head_dim 16 in torch.float32 on cpu: plain Triton kernels"]

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.common import dropout
-from kernels.common.documents import document_bounds
+from kernels.common.checks import document_bounds
 from kernels.flash2 import definition, dispatch, flash2
 from kernels.flash2.options import Options
 from tests.kernels.accuracy import Case, assert_as_accurate, draw, outcome

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.common import dropout
-from kernels.common.documents import document_bounds
+from kernels.common.checks import document_bounds
 from kernels.fused_softmax import definition, fused_softmax, triton_kernels
 from kernels.naive.definition import standard_attention
 from tests.kernels.accuracy import Case, draw, outcome

@@ -15,8 +15,7 @@ LN_2_REST: tl.constexpr = tl.constexpr(7.348693098485626e-09)  # 1 / LOG2_E - LN
 def natural_logsumexp(m, l):
     """Return m / log2(e) + ln(l) for a maximum m in base 2. A row that sees no key has m = -inf, l = 0.
 
-    LN_2_REST makes the result exact enough that the backward, which multiplies by log2(e), gets m back. Without it dQ
-    and dK are visibly off for scores of 10^4.
+    With LN_2_REST the backward, which multiplies by log2(e), gets m back exactly enough for scores of 10^4.
     """
     rest = tl.maximum(m, -1e30) * LN_2_REST
     return tl.math.fma(m, LN_2, tl.math.fma(tl.math.log2(l), LN_2, rest))

@@ -92,10 +92,7 @@ def backward_into(
 
 
 def _lists_of_keys(blocks: Tensor) -> tuple[int, int]:
-    """Return how many rows block_lists.listed has for keys, and how many of the first rows start before all others.
-
-    The latter include all rows of divided lists: a list has at most two rows for each row beyond one.
-    """
+    """Return how many rows block_lists.listed has for keys, and how many of the first may belong to divided lists."""
     n = blocks.shape[1] - HEADER
     key_lists = len(blocks) - n
     return key_lists, min(2 * (key_lists - n), key_lists)

@@ -26,7 +26,7 @@ def _place_of_keys(blocks, key_lists, early, seq_k, N: tl.constexpr, BLOCKS: tl.
     """Return this program's batch and key/value head, in one number; its first key; and, with BLOCKS, its list's row.
 
     Programs go head by head, so that a head's queries stay in the L2 cache. But the `early` lists, the longest ones,
-    come first for all heads: started last, they would end long after the others.
+    come first for all heads.
     """
     program = tl.program_id(0)
     if BLOCKS:
@@ -195,10 +195,8 @@ def add_pieces_kernel(
     pieces, dk, dv, blocks, sdk_b, sdk_t, sdk_h, kv_heads, seq_k, early,
     ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Compute dK and dV of keys whose lists are in several rows: add their pieces (2, early, B * kv_heads, BLOCK, D).
-
-    Pieces are fp32 and added in order, so the result has the same bits each time.
-    Grid: early * B * kv_heads * BLOCK / ROWS on axis 0.
+    """Compute dK and dV of keys whose lists are in several rows: add their pieces (2, early, B * kv_heads, BLOCK, D) in
+    order. Grid: early * B * kv_heads * BLOCK / ROWS on axis 0.
     """
     tiles: tl.constexpr = BLOCK // ROWS
     all_heads = tl.num_programs(0) // (early * tiles)
