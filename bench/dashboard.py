@@ -1,8 +1,8 @@
 """Compare the runs of a wandb project in a workspace and a report.
 
-Both group the runs by attention and then by context length. They show loss, perplexity, speed and memory over tokens,
-and the last values over the context length. The definition is written to a file in wandb's own format. With a wandb
-account it is also published, each time as a new workspace and a new report.
+Both group the runs by attention and context length. They show loss, perplexity, speed and memory over tokens, and the
+last values over the context length. The definition is written to a file. With a wandb account it is also published,
+each time as a new workspace and a new report.
 
 Offline runs must be uploaded first:
   wandb sync outputs/*/wandb/offline-run-* multirun/*/*/wandb/offline-run-*
@@ -35,7 +35,6 @@ COST = {
     "perf/mfu": "MFU",
     "memory/peak_allocated_gib": "peak GPU memory, GiB",
 }
-LOGARITHMIC = ("val/perplexity", "train/perplexity")  # perplexity falls by orders of magnitude
 
 
 @dataclass
@@ -61,8 +60,8 @@ def panels() -> dict[str, list[Panel]]:
     """Return the panels by section. Each call makes new panels, because a panel belongs to one page."""
 
     def curves(metrics: dict[str, str]) -> list[Panel]:
-        log_y = {key: True for key in LOGARITHMIC}
-        return [wr.LinePlot(title=title, x="tokens", y=[key], log_y=log_y.get(key)) for key, title in metrics.items()]
+        log = {key: True for key in metrics if "perplexity" in key}  # it falls by orders of magnitude
+        return [wr.LinePlot(title=title, x="tokens", y=[key], log_y=log.get(key)) for key, title in metrics.items()]
 
     last = {key: LEARNING[key] for key in ("val/loss", "val/perplexity")} | COST
     bars = [wr.BarPlot(title=f"{title}: last value", metrics=[key]) for key, title in last.items()]

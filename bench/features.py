@@ -5,9 +5,8 @@ Examples:
   python -m bench.features only=sparsity out=rows.json
 
 `speed` is the plain case's time over the feature's; the two are sampled in turn. `kept` is the share of the 128 x 128
-blocks under the diagonal that a pattern keeps or a window touches. If `speed` is 1 / kept, time is proportional to it.
-Errors are |x - exact| / |exact| in the Frobenius norm against fp64, beside the errors of torch's flash backend. Their
-inputs are normal ones, ones with scores up to 1e4, and queries that see a single key.
+blocks under the diagonal that a pattern keeps or a window touches. Errors are relative to fp64 in the Frobenius norm,
+beside those of torch's flash backend, for normal inputs, scores up to 1e4, and queries that see a single key.
 """
 
 import statistics
@@ -51,9 +50,14 @@ def normal(batch: int, seq_len: int, heads: int, head_dim: int, device: str, kv_
 
 
 def bound(attend: Callable, inputs: Inputs) -> dict[str, Callable[[], object]]:
-    """Return the passes of `attend` on inputs, without arguments."""
+    """Return the passes of `attend` on inputs, without arguments. `both` returns out, dq, dk and dv."""
     *leaves, dout = (x.detach().requires_grad_(i < 3) for i, x in enumerate(inputs))
-    return {"forward": lambda: attend(*leaves), "both": lambda: torch.autograd.grad(attend(*leaves), leaves, dout)}
+
+    def both() -> Inputs:
+        out = attend(*leaves)
+        return out.detach(), *torch.autograd.grad(out, leaves, dout)
+
+    return {"forward": lambda: attend(*leaves), "both": both}
 
 
 def features(head_dim: int, seq_len: int, device: str) -> Iterator[tuple[str, dict, dict]]:
@@ -84,8 +88,7 @@ def speed_rows(gpu: Gpu, rounds: int) -> Iterator[dict]:
 def patterns(seq_len: int, device: str) -> Iterator[tuple[str, dict, int]]:
     """Yield (name, options of flash2, number of computed blocks under the diagonal).
 
-    Lists come first, then no list (Hopper has other kernels for it), then windows. Lists and windows begin with all
-    blocks.
+    Lists come first, then no list, then windows. Lists and windows begin with all blocks.
     """
     n = seq_len // BLOCK
     i, generator = torch.arange(n), torch.Generator().manual_seed(0)
@@ -104,14 +107,11 @@ def sparsity_rows(gpu: Gpu, rounds: int) -> Iterator[dict]:
     """Compare lists and windows that leave blocks out with the list and the window of all blocks."""
     for head_dim in HEAD_DIMS:
         inputs = normal(TOKENS // SPARSE_LENGTH, SPARSE_LENGTH, HIDDEN // head_dim, head_dim, gpu.device)
-        cases = [
-            (name, bound(partial(flash2, causal=True, **options), inputs), blocks)
-            for name, options, blocks in patterns(SPARSE_LENGTH, gpu.device)
-        ]
-        whole, all_blocks = cases[0][1:]
-        for name, passes, blocks in cases:
-            if name.startswith("window") and blocks == all_blocks:
-                whole = passes
+        whole, all_blocks = None, 0
+        for name, options, blocks in patterns(SPARSE_LENGTH, gpu.device):
+            passes = bound(partial(flash2, causal=True, **options), inputs)
+            if whole is None or (name.startswith("window") and blocks == all_blocks):
+                whole, all_blocks = passes, blocks
             for pass_ in PASSES:
                 ms, all_ms = median_milliseconds((passes[pass_], whole[pass_]), gpu, rounds)
                 row = {"pattern": name, "head_dim": head_dim, "seq_len": SPARSE_LENGTH, "pass": pass_}
@@ -129,28 +129,19 @@ def hard_inputs(head_dim: int, device: str) -> Iterator[tuple[str, bool, Inputs]
     yield "a single key", False, (q, k[:, :1], v[:, :1], dout)
 
 
-def outcome(attend: Callable, inputs: Inputs, **options) -> Inputs:
-    """Return out, dq, dk and dv."""
-    q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
-    out = attend(q, k, v, **options)
-    return out.detach(), *torch.autograd.grad(out, (q, k, v), inputs[3].to(out.dtype))
-
-
 def error_rows(gpu: Gpu, rounds: int) -> Iterator[dict]:
-    """Yield the errors of flash2 and of torch's flash backend against fp64: means over the same draws of the inputs.
-
-    At scores up to 1e4 the ratio of the two errors varies by 3 % from draw to draw.
-    """
+    """Yield the errors of flash2 and of torch's flash backend against fp64: means over the same draws of the inputs."""
     variants = {"flash2": flash2, "sdpa_flash": Sdpa("flash")}
     for head_dim in HEAD_DIMS:
         errors: dict[tuple[str, str], list[list[float]]] = {}
         for _ in range(ERROR_DRAWS):
             for name, causal, inputs in hard_inputs(head_dim, gpu.device):
                 options = {"causal": causal, "scale": head_dim**-0.5}
-                exact = outcome(standard_attention, tuple(x.double() for x in inputs), **options)
+                doubled = tuple(x.double() for x in inputs)
+                exact = bound(partial(standard_attention, **options), doubled)["both"]()
                 for variant, attend in variants.items():
-                    found = map(relative_error, outcome(attend, inputs, **options), exact)
-                    errors.setdefault((name, variant), []).append(list(found))
+                    found = bound(partial(attend, **options), inputs)["both"]()
+                    errors.setdefault((name, variant), []).append(list(map(relative_error, found, exact)))
         for (name, variant), draws in errors.items():
             means = [statistics.mean(values) for values in zip(*draws, strict=True)]
             row = {"inputs": name, "head_dim": head_dim, "variant": variant, "draws": len(draws)}
@@ -171,10 +162,6 @@ def memory_rows(gpu: Gpu, rounds: int) -> Iterator[dict]:
 PARTS = {"speed": speed_rows, "sparsity": sparsity_rows, "errors": error_rows, "memory": memory_rows}
 
 
-def show(row: dict) -> str:
-    return "  ".join(f"{key} {x:.3g}" if isinstance(x, float) else f"{key} {x}" for key, x in row.items())
-
-
 @dataclass
 class FeatureSettings:
     """What `python -m bench.features` reads."""
@@ -183,10 +170,8 @@ class FeatureSettings:
     """One part: speed, sparsity, errors or memory. It is written only if out is given."""
     rounds: int = 10
     """Samples of each call."""
-    gpu: str | None = None
-    """Folder under bench/results; null for the name of the device."""
-    out: str | None = None
-    """Results file."""
+    out: Path | None = None
+    """Results file. null writes bench/results/<this GPU>/features.json."""
 
     def __post_init__(self):
         check_choice("only", self.only, PARTS)
@@ -202,11 +187,11 @@ def run(settings: FeatureSettings) -> None:
     for name in [settings.only] if settings.only else PARTS:
         results[name] = []
         for row in PARTS[name](gpu, settings.rounds):
-            print(f"{name}: {show(row)}", flush=True)
+            print(f"{name}: {row}", flush=True)
             results[name].append(row)
         gpu.release()
     if settings.out or not settings.only:
-        out = Path(settings.out) if settings.out else results_folder(settings.gpu) / "features.json"
+        out = settings.out or results_folder() / "features.json"
         write(out, results)
         print(f"written to {out}")
 

@@ -1,14 +1,13 @@
 """Checks that the attention variants train the same model: one run of train.py for each, from the same seed.
 
 Settings of train.py come after `--` and apply to all runs. The program fails if the final validation losses spread
-over more than `tolerance` nats.
+over more than 0.02 nats.
 
 Example: python -m bench.parity steps=600 -- data=tokens data.dir=tokens/wikipedia
 """
 
 import json
 import re
-import statistics
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -20,9 +19,11 @@ import torch
 from bench.common.command_line import check_choice, check_output_file, check_positive, launch
 from bench.common.console import print_rows
 from bench.common.results import ROOT, environment, results_folder, write
+from bench.report.runs import read_runs
 from errors import UserError
 from model.attention import BUILT_IN
 
+TOLERANCE = 0.02  # nats
 RECIPE = [
     "model=gpt2",
     "train.batch_size=32",
@@ -51,12 +52,8 @@ class ParitySettings:
     """Attention variants. A variant may add one setting of train.py, quoted: 'flash2:data.document_mask=true'."""
     settings: list[str] = field(default_factory=list)
     """Settings of train.py. Write them after `--` instead, without quotes."""
-    tolerance: float = 0.02
-    """Largest spread of the final validation losses, in nats."""
     steps: int = 600
     """Optimizer steps of each run, at least 2, because the first compiles and is not timed."""
-    work: Path | None = None
-    """Folder of the runs. null makes a new one in outputs."""
     gpu: str | None = None
     """Folder under bench/results. null derives its name from the device."""
     out: Path | None = None
@@ -64,7 +61,6 @@ class ParitySettings:
 
     def __post_init__(self):
         check_positive(self, "steps", most=2**31)
-        check_positive(self, "tolerance")
         check_output_file("out", self.out)
         if self.steps < 2:
             raise UserError(f"steps={self.steps} leaves no step to time after the first; give at least 2")
@@ -72,13 +68,14 @@ class ParitySettings:
 
 
 def run(settings: ParitySettings) -> None:
-    """Train all variants, compare them and write the results. Exit with status 1 if they differ too much."""
+    """Train all variants in a new folder of outputs, compare them and write the results.
+
+    Exit with status 1 if they differ too much.
+    """
     if not torch.cuda.is_available() and "device=cpu" not in settings.settings:
         raise UserError("bench.parity trains on a GPU, and torch finds none; add -- device=cpu, which takes hours")
-    work = settings.work or Path(f"outputs/{datetime.now():%Y-%m-%d_%H-%M-%S}_parity")
+    work = Path(f"outputs/{datetime.now():%Y-%m-%d_%H-%M-%S}_parity").absolute()
     folders = {variant: work / re.sub(r"\W+", "-", variant) for variant in settings.variants}
-    if old := next((folder for folder in folders.values() if folder.exists()), None):
-        raise UserError(f"work={work} already has a run ({old}); name another folder")
     out = settings.out or results_folder(settings.gpu) / "parity.json"
     for variant, folder in folders.items():
         train(variant, folder, settings)
@@ -86,9 +83,9 @@ def run(settings: ParitySettings) -> None:
     write(out, {"environment": environment(), "rows": rows})
     print_rows("training parity", rows, COLUMNS)
     losses = [row["val_loss"] for row in rows]
-    spread, most = max(losses) - min(losses), settings.tolerance
-    print(f"final validation losses spread over {spread:.4f} nats (at most {most} wanted); written to {out}")
-    if spread > most:
+    spread = max(losses) - min(losses)
+    print(f"final validation losses spread over {spread:.4f} nats (at most {TOLERANCE} wanted); written to {out}")
+    if spread > TOLERANCE:
         sys.exit(1)
 
 
@@ -104,22 +101,16 @@ def train(variant: str, folder: Path, settings: ParitySettings) -> None:
 
 def summarise(variant: str, folder: Path) -> dict:
     """Return the row of a run from its metrics.jsonl. Speeds are medians over the second half of the run."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    timed = [row for row in rows if "perf/step_ms" in row]
-
-    def median(key: str) -> float | None:
-        values = [row[key] for row in timed[len(timed) // 2 :] if key in row]
-        return statistics.median_high(values) if values else None
-
+    [run] = read_runs([str(folder)])
     speeds = "tokens_per_second", "step_ms", "tflops", "tflops_causal", "mfu", "data_wait_fraction"
-    curves = {key: [(row["step"], row[key]) for row in rows if key in row] for key in ("train/loss", "val/loss")}
+    curves = {key: [(row["step"], row[key]) for row in run.rows if key in row] for key in ("train/loss", "val/loss")}
     return {
         "variant": variant,
-        "steps": rows[-1]["step"],
-        "tokens": rows[-1]["tokens"],
+        "steps": run.rows[-1]["step"],
+        "tokens": run.rows[-1]["tokens"],
         "val_loss": curves["val/loss"][-1][1],
-        **{key: median(f"perf/{key}") for key in speeds},
-        "peak_gib": max(row.get("memory/peak_allocated_gib", 0) for row in rows),
+        **{key: run.typical(f"perf/{key}") for key in speeds},
+        "peak_gib": max(run.finite("memory/peak_allocated_gib"), default=0),
         "loss_curve": curves["train/loss"],
         "val_curve": curves["val/loss"],
     }

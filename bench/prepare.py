@@ -1,8 +1,7 @@
 """Measures the preparation of token files: ours and nanoGPT's way, on the same files, in turn in one process.
 
 nanoGPT's way maps a `datasets` table with one process per worker, then writes all shards into one memory map. Its time
-excludes loading the table, which writes a copy of the corpus to disk. Our time includes reading the files. Seconds are
-medians. Both ways must produce the same number of tokens.
+excludes loading the table; ours includes reading the files. Seconds are medians.
 
 Example: python -m bench.prepare source="corpus/*.parquet"
 """
@@ -72,9 +71,8 @@ def measure(source: str, workers: int, rounds: int) -> list[dict]:
     rows = []
     for name, pairs in samples.items():
         all_seconds, (tokens, *_) = zip(*pairs, strict=True)
-        seconds = statistics.median(all_seconds)
-        row = {"way": name, "workers": workers, "tokens": tokens, "seconds": seconds}
-        rows.append(row | {"tokens_per_second": tokens / seconds, "all_seconds": all_seconds})
+        row = {"way": name, "workers": workers, "tokens": tokens, "seconds": statistics.median(all_seconds)}
+        rows.append(row | {"tokens_per_second": tokens / row["seconds"], "all_seconds": all_seconds})
     if len({row["tokens"] for row in rows}) > 1:
         raise UserError(f"the two ways produce different numbers of tokens: {rows}")
     return rows
@@ -85,8 +83,7 @@ def ours(source: str, workers: int, folder: Path) -> tuple[float, int]:
     config = DataConfig("text", str(folder), "gpt2", source=source, val_fraction=VAL_FRACTION, workers=workers)
     started = time.perf_counter()
     prepare(config, log=lambda line: None)
-    seconds = time.perf_counter() - started
-    return seconds, sum(count["tokens"] for count in read_meta(folder)["counts"].values())
+    return time.perf_counter() - started, sum(count["tokens"] for count in read_meta(folder)["counts"].values())
 
 
 def nanogpts(source: str, workers: int, folder: Path) -> tuple[float, int]:
@@ -103,8 +100,7 @@ def nanogpts(source: str, workers: int, folder: Path) -> tuple[float, int]:
     for name, split in mapped.items():
         length = int(np.sum(split["len"], dtype=np.uint64))
         array = np.memmap(folder / f"{name}.bin", dtype=DTYPE, mode="w+", shape=(length,))
-        shards = max(1, len(split) // DOCUMENTS_PER_SHARD)
-        start = 0
+        shards, start = max(1, len(split) // DOCUMENTS_PER_SHARD), 0
         for index in range(shards):
             shard = split.shard(num_shards=shards, index=index, contiguous=True).with_format("numpy")
             ids = np.concatenate(shard["ids"])

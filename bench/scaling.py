@@ -1,8 +1,8 @@
 """Measures train.py's steps on 1, 2, 4 and 8 GPUs of one machine.
 
 The micro-batch of each GPU stays the same, so the work grows with the number of GPUs. For each row torchrun starts the
-processes, and each takes train.py's own steps on random tokens. Timing begins with the third step. `linear` is the
-speed relative to one GPU's speed times the number of GPUs. `peak_gib` is the first GPU's.
+processes, which take train.py's own steps on random tokens. `linear` is the speed relative to one GPU's speed times the
+number of GPUs. `peak_gib` is the first GPU's.
 
 Example: python -m bench.scaling cells=[gpt2_1k_ddp] gpus=[1,8]
 """
@@ -14,8 +14,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +23,7 @@ import torch
 from bench.common.command_line import check_choice, check_output_file, check_positive, launch
 from bench.common.console import print_rows
 from bench.common.results import ROOT, environment, results_folder, write
+from bench.common.timing import Cpu, Gpu
 from bench.training.steps import complete
 from bench.training.trainers import Trainer, TrainingCell, ours
 from errors import UserError
@@ -106,7 +105,7 @@ class ScalingSettings:
 
 def run(settings: ScalingSettings) -> None:
     """Measure the cells and write the results after each row."""
-    out = settings.out or Path(f"{results_folder(None)}x{max(settings.gpus)}/scaling.json")
+    out = settings.out or Path(f"{results_folder()}x{max(settings.gpus)}/scaling.json")
     results = {"environment": environment(), "rows": []}
     for name in settings.cells or CELLS:
         cell, rows = replace(CELLS[name], batch_size=settings.batch or CELLS[name].batch_size), []
@@ -150,8 +149,9 @@ def add_linear(rows: list[dict]) -> None:
         row["linear"] = row["tokens_per_second"] / (row["gpus"] * one) if one and row["tokens_per_second"] else None
 
 
-def take_steps(cell: ScalingCell, steps: int, rounds: int, device: str, out: str) -> None:
-    """Measure in one of the processes of a row. The first process writes the results."""
+def take_steps(fields: dict, steps: int, rounds: int, device: str, out: str) -> None:
+    """Measure the cell with these fields in one of the processes of a row. The first process writes the results."""
+    cell = ScalingCell(**fields)
     with join(None if cell.parallel == "ddp" else cell.parallel, device, TIMEOUT_S) as world:
         measured = measure(cell, steps, rounds, device, world)
         if world.is_first:
@@ -162,33 +162,21 @@ def measure(cell: ScalingCell, steps: int, rounds: int, device: str, world: Worl
     """Return the seconds of the first step, and the medians of `rounds` windows of `steps` steps each."""
     trained, batch = TrainingCell(cell.model, cell.context_length, (cell.batch_size,)), cell.batch_size
     job = ours(trained, Trainer("ours", ATTENTION, device == "cuda"), device, world=world)
-    step = partial(job.step, batch)
-    row = {"batch_size": batch, "first_step_s": seconds(step, 1, device)}
+    step, gpu = partial(job.step, batch), Gpu() if device == "cuda" else Cpu()
+    row = {"batch_size": batch, "first_step_s": gpu.milliseconds(step, 1, spin_ms=0) / 1000}
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()  # leaves out compilation
     step()  # may capture CUDA graphs
-    windows = [seconds(step, steps, device) / steps for _ in range(rounds)]
-    complete(row, trained, 1000 * statistics.median(windows))
+    all_ms = [gpu.milliseconds(step, steps, spin_ms=0) for _ in range(rounds)]
+    complete(row, trained, statistics.median(all_ms))
     row["tokens_per_second"] *= world.size
-    row["samples"] = [world.size * batch * cell.context_length / window for window in windows]
+    row["samples"] = [1000 * world.size * batch * cell.context_length / ms for ms in all_ms]
     row["peak_gib"] = torch.cuda.max_memory_allocated() / GIB if device == "cuda" else None
     return row
 
 
-def seconds(step: Callable[[], object], steps: int, device: str) -> float:
-    """Return the seconds of `steps` steps, until the GPU has finished them."""
-    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
-    synchronize()
-    began = time.perf_counter()
-    for _ in range(steps):
-        step()
-    synchronize()
-    return time.perf_counter() - began
-
-
 if __name__ == "__main__":
     if PROCESS in os.environ:
-        cell, *others = json.loads(os.environ[PROCESS])
-        take_steps(ScalingCell(**cell), *others)
+        take_steps(*json.loads(os.environ[PROCESS]))
     else:
         launch(run, ScalingSettings)

@@ -6,7 +6,7 @@ they beat the plain kernels by 3 %.
 
 Examples:
   python -m bench.tune
-  python -m bench.tune only=plain 'head_dims=[128]' out=tiles.json
+  python -m bench.tune 'head_dims=[128]' out=tiles.json
 """
 
 import itertools
@@ -23,7 +23,7 @@ import torch
 
 from bench.attention.accuracy import relative_error
 from bench.attention.shapes import HIDDEN, TOKENS
-from bench.common.command_line import check_choice, check_output_file, check_positive, launch
+from bench.common.command_line import check_output_file, check_positive, launch
 from bench.common.timing import Gpu, median_milliseconds
 from errors import UserError
 from kernels.common import dropout
@@ -41,7 +41,6 @@ from kernels.flash2.tiles import (
     padded_head_dim,
     plain_tiles_of,
 )
-from trainer.flops import attention_flops
 
 KERNELS = PlainTiles._fields
 SEQ_LENS = (*LENGTHS, 16384)
@@ -155,24 +154,17 @@ def candidates_of(jobs: list[Job], kernel: str, head_dim: int, mask: str) -> dic
     return {t: with_tile(kernel, t) for name, d, m, t in jobs if (name, d, m) == (kernel, head_dim, mask)}
 
 
-def speed(kernel: str, head_dim: int, mask: str, seq_len: int, ms: float) -> str:
-    shape = TOKENS // seq_len, HIDDEN // head_dim, seq_len, head_dim, mask != "full"
-    return f"{attention_flops(*shape, pass_=pass_of(kernel)) / ms / 1e9:.0f}"
-
-
 def tune(arch: str, head_dims: list[int]) -> list[dict]:
     right = right_ones([(x, d, m, t) for x in KERNELS for d in head_dims for m in MASKS for t in CANDIDATES[x]])
     rows = []
     for head_dim, mask, seq_len in itertools.product(head_dims, MASKS, SEQ_LENS):
-        chosen, speeds = {}, []
+        row = {"arch": arch, "head_dim": head_dim, "mask": mask, "max_seq_len": max_seq_len(seq_len)}
         for kernel in KERNELS:
             times = times_of(kernel, head_dim, mask, seq_len, candidates_of(right, kernel, head_dim, mask))
             tile = min(times, key=times.get)
-            chosen[kernel] = TileConfig(*tile)._asdict()
-            speeds.append(speed(kernel, head_dim, mask, seq_len, times[tile]))
-        key = {"arch": arch, "head_dim": head_dim, "mask": mask, "max_seq_len": max_seq_len(seq_len)}
-        rows.append({**key, **chosen})
-        print(f"d{head_dim} {mask} {seq_len}: {chosen} {' / '.join(speeds)} TFLOP/s", flush=True)
+            row[kernel] = TileConfig(*tile)._asdict()
+            print(f"d{head_dim} {mask} {seq_len} {kernel}: {tile} {times[tile]:.3f} ms", flush=True)
+        rows.append(row)
     return rows
 
 
@@ -190,8 +182,7 @@ def tune_hopper(plain_rows: list[dict]) -> list[dict]:
         best = min(times, key=times.get)
         if times[None] > GAIN * times[best]:
             rows.append({"pass": pass_, "head_dim": head_dim, **key, **HOPPER_CONFIGS[pass_](*best)._asdict()})
-        speeds = [speed(kernel, head_dim, mask, seq_len, times[tile]) for tile in (best, None)]
-        print(f"d{head_dim} {mask} {seq_len} {pass_}: {best} {speeds[0]}, plain {speeds[1]} TFLOP/s", flush=True)
+        print(f"d{head_dim} {mask} {seq_len} {pass_}: {best} {times[best]:.3f}, plain {times[None]:.3f} ms", flush=True)
     return rows
 
 
@@ -207,14 +198,11 @@ class TuneSettings:
 
     head_dims: list[int] = field(default_factory=lambda: [64, 128])
     """Padded head sizes of the plain kernels: powers of two."""
-    only: str | None = None
-    """plain or hopper: tune only these kernels."""
     out: str = str(TABLE)
     """The table to write."""
 
     def __post_init__(self):
         check_positive(self, "head_dims")
-        check_choice("only", self.only, ("plain", "hopper"))
         check_output_file("out", self.out)
 
 
@@ -223,10 +211,9 @@ def run(settings: TuneSettings) -> None:
         raise UserError("bench.tune needs a GPU and finds none; run it on a machine with a GPU")
     arch = dispatch.arch_of(torch.device("cuda", torch.cuda.current_device()))
     table = json.loads(TABLE.read_text())
-    if settings.only != "hopper":
-        others = [row for row in table["plain"] if row["arch"] != arch or row["head_dim"] not in settings.head_dims]
-        table["plain"] = others + tune(arch, settings.head_dims)
-    if settings.only != "plain" and arch == "sm_90":
+    others = [row for row in table["plain"] if row["arch"] != arch or row["head_dim"] not in settings.head_dims]
+    table["plain"] = others + tune(arch, settings.head_dims)
+    if arch == "sm_90":
         table["hopper"] = tune_hopper(table["plain"])
     Path(settings.out).write_text(render(table))
     print(f"tiles for {arch} written to {settings.out}")

@@ -4,7 +4,6 @@ import ast
 import inspect
 import math
 import os
-import re
 import sys
 import textwrap
 from collections.abc import Callable, Collection
@@ -15,6 +14,7 @@ from typing import TypeVar
 import omegaconf
 from hydra.core.config_store import ConfigStore
 
+import errors
 from conf import cli
 from errors import UserError
 
@@ -26,10 +26,11 @@ INDENT = 18 * " "
 def launch(run: Callable[[Settings], None], settings: type[Settings]) -> None:
     """Call `run` with the dataclass `settings`, filled from the command line.
 
-    `--help` prints the docstring of run's module, then each field with its default and its docstring. A UserError ends
-    the program with one sentence on stderr and status 2.
+    `--help` prints the docstring of run's module, then each field with its default and its docstring.
     """
-    program = program_name(run)
+    spec = sys.modules["__main__"].__spec__
+    module = spec.name if spec and spec.name.startswith("bench.") else run.__module__
+    program = module.removesuffix(".__main__")
     name = program.replace(".", "_")
     text = help_text(program, inspect.getmodule(run).__doc__ or "", settings)
     hydra = {
@@ -39,19 +40,10 @@ def launch(run: Callable[[Settings], None], settings: type[Settings]) -> None:
         "help": {"app_name": program, "template": text.replace("$", "$$")},  # Hydra would substitute $NAME
     }
     quiet = [{"override hydra/job_logging": "none"}, {"override hydra/hydra_logging": "none"}]
-    lists = [field.name for field in fields(settings) if "list[" in str(field.type)]
-    sys.argv[1:] = [_with_brackets(argument, lists) for argument in sys.argv[1:]]
     store = ConfigStore.instance()
     store.store(name=f"{name}_schema", node=settings)
     store.store(name=name, node={"defaults": [f"{name}_schema", "_self_", *quiet], "hydra": hydra})
     cli.launch(run, name)
-
-
-def program_name(run: Callable) -> str:
-    """Return the name that `python -m` starts the program by, such as bench.attention."""
-    spec = sys.modules["__main__"].__spec__
-    module = spec.name if spec and spec.name.startswith("bench.") else run.__module__
-    return module.removesuffix(".__main__")
 
 
 def help_text(program: str, about: str, settings: type) -> str:
@@ -61,8 +53,7 @@ def help_text(program: str, about: str, settings: type) -> str:
         default = field.default if field.default_factory is MISSING else field.default_factory()
         required = default in (MISSING, omegaconf.MISSING)
         explained = f"{documented.get(field.name, '')} ({'required' if required else _as_written(default)})"
-        wrapped = textwrap.wrap(explained, WIDTH, initial_indent=INDENT, subsequent_indent=INDENT)
-        lines += [f"  {field.name:15} {wrapped[0].lstrip()}", *wrapped[1:]]
+        lines += textwrap.wrap(explained, WIDTH, initial_indent=f"  {field.name:15} ", subsequent_indent=INDENT)
     head = [about.strip(), "", f"Usage: python -m {program} [key=value ...]", "", "Settings and their defaults:"]
     return "\n".join([*head, *lines])
 
@@ -75,13 +66,6 @@ def field_docs(settings: type) -> dict[str, str]:
         if isinstance(node, ast.AnnAssign) and isinstance(following, ast.Expr):
             docs[node.target.id] = " ".join(ast.literal_eval(following.value).split())
     return docs
-
-
-def _with_brackets(argument: str, lists: Collection[str]) -> str:
-    """Return cells=[gpt2] for cells=gpt2 if `cells` is a list."""
-    key, _, value = argument.partition("=")
-    is_word = re.fullmatch(r"[\w.:+-]+", value) and value != "null"
-    return f"{key}=[{value}]" if key in lists and is_word else argument
 
 
 def _as_written(value: object) -> str:
@@ -98,8 +82,7 @@ def check_output_file(key: str, path: str | Path | None) -> None:
         raise UserError(f"{key}={path} is a folder; name a file in the folder")
     folder = next(parent for parent in Path(path).absolute().parents if parent.exists())
     if not (folder.is_dir() and os.access(folder, os.W_OK)):
-        reason = "permission denied" if folder.is_dir() else "not a directory"
-        raise UserError(f"{key}={path} cannot be written ({folder}: {reason}); name another file")
+        raise UserError(f"{key}={path} cannot be written ({folder} is not a writable folder); name another file")
 
 
 def check_positive(settings: object, *keys: str, most: float = math.inf) -> None:
@@ -116,8 +99,7 @@ def check_positive(settings: object, *keys: str, most: float = math.inf) -> None
 def check_choice(key: str, value: str | list[str] | None, choices: Collection[str]) -> None:
     """Refuse a value, or a list with a value, that is not one of `choices`. None is accepted."""
     for name in _items(key, value):
-        if name not in choices:
-            raise UserError(f"{key}={name} is unknown; choose one of {', '.join(choices)}")
+        errors.check_choice(key, name, choices)
 
 
 def _items(key: str, value: object) -> list:

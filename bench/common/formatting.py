@@ -4,8 +4,6 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from matplotlib.axes import Axes
-
 
 def table(header: Sequence[str], lines: Sequence[Sequence[str]], left: int = 1) -> str:
     """Return a Markdown table. The first `left` columns are text, the others numbers."""
@@ -49,16 +47,3 @@ def whole_speed(row: dict | None, key: str, ours: bool) -> str:
 def length_text(tokens: int) -> str:
     """Return a length such as 512, 1k or 16k."""
     return f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
-
-
-def label_lengths(axes: Axes, rows: list[dict], key: str = "seq_len") -> None:
-    """Make the x axis logarithmic, with the lengths of the rows as its ticks."""
-    lengths = sorted({row[key] for row in rows if key in row})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths, map(length_text, lengths))
-
-
-def alone_note(rows: list[dict]) -> str:
-    """Return a sentence about the rows that were not measured in alternation with the others, or an empty string."""
-    count = sum(row.get("alone", False) and row["status"] == "ok" for row in rows)
-    return f" {count} values were timed alone, for lack of memory beside the others." if count else ""

@@ -6,10 +6,11 @@ import platform
 import re
 import subprocess
 from datetime import date
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from torch.utils._triton import has_triton_package
 
 from errors import UserError
 
@@ -25,13 +26,13 @@ def environment() -> dict:
         "cpu": platform.processor() or platform.machine(),
         "driver": _output(driver).partition("\n")[0] if cuda else None,
         "torch": torch.__version__,
-        "triton": _triton(),
+        "triton": version("triton") if has_triton_package() else None,
         "commit": os.environ.get("GIT_COMMIT") or _output(["git", "-C", str(ROOT), "rev-parse", "HEAD"]),
         "date": date.today().isoformat(),
     }
 
 
-def results_folder(gpu: str | None) -> Path:
+def results_folder(gpu: str | None = None) -> Path:
     """Return the results folder called `gpu`, or the folder of this machine's GPU."""
     if gpu is None:
         if not torch.cuda.is_available():
@@ -61,20 +62,6 @@ def read_results(path: Path) -> dict:
     if not of_bench:
         raise UserError(f"{path} is not a results file of bench; restore it or measure again")
     return results
-
-
-def check_same(then: dict, now: dict, file: Path, remedy: str, any_commit: bool = False) -> None:
-    """Raise a UserError if two environments differ in the GPU, a version or, unless `any_commit`, the commit."""
-    for key in ("gpu", "driver", "torch", "triton", *([] if any_commit else ["commit"])):
-        if then.get(key) != now[key]:
-            raise UserError(f"{file} has {key} {then.get(key)}, not {now[key]}; {remedy}")
-
-
-def _triton() -> str | None:
-    try:
-        return version("triton")
-    except PackageNotFoundError:
-        return None  # Only Linux has Triton.
 
 
 def _output(command: list[str]) -> str:

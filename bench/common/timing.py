@@ -2,8 +2,7 @@
 
 - A sample is about 5 ms of calls (20 calls at most) between two CUDA events.
 - The GPU spins before the first event while the host queues the calls. This hides launch cost, as in a training step
-  whose host runs ahead of the GPU. The spin lasts 1.2 times as long as the host needs (1.5 to 50 ms). The host's time
-  is measured during warm-up.
+  whose host runs ahead of the GPU. The spin lasts 1.2 times as long as the host needed during warm-up.
 - Variants that are compared take their samples in turn, so that a drifting clock affects all of them alike.
 """
 
@@ -54,10 +53,8 @@ class Gpu:
         times = []
         for _ in range(3):
             torch.cuda.synchronize()
-            started = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - started)
-        return 1000 * statistics.median(times)
+            times.append(Cpu().milliseconds(call, 1, 0))
+        return statistics.median(times)
 
     def allocated(self) -> int:
         """Return the bytes of all live tensors."""
@@ -90,7 +87,8 @@ class Cpu(Gpu):
         return 1000 * (time.perf_counter() - started) / calls
 
     def host_milliseconds(self, call: Callable[[], object]) -> float:
-        return self.milliseconds(call, 1, 0)
+        """Return 0, because nothing is queued."""
+        return 0
 
     def allocated(self) -> int:
         """Return 0, because `peak` counts from the start of its call."""
@@ -104,7 +102,7 @@ class Cpu(Gpu):
         return max(itertools.accumulate(sizes, initial=0))
 
     def release(self) -> None:
-        gc.collect()
+        """Do nothing: a collection of garbage takes longer than a call."""
 
 
 class Sampler(NamedTuple):
@@ -116,7 +114,7 @@ class Sampler(NamedTuple):
 
     def sample(self, gpu: Gpu) -> float:
         """Return the milliseconds of one call."""
-        return gpu.milliseconds(self.call, self.calls, self.spin_ms)
+        return gpu.milliseconds(*self)
 
 
 def spin_for(calls: int, host_ms: float) -> float:
@@ -153,4 +151,4 @@ def recorded(rows: Iterable[dict], gpu: Gpu) -> Iterator[None]:
         outcome = {"status": "oom"} if oom else {"status": "failed", "message": first_line(error)}
     for row in rows:
         row.update(outcome)
-    gpu.release()
+    gpu.release()  # outside of the handler, because the exception holds tensors

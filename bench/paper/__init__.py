@@ -4,6 +4,6 @@ runner.py           the program: which cells are missing, progress, results file
 worker.py           the process that measures one cell
 tables/             one module per table
 training_steps.py, perplexities.py      measurements that the tables of training share
-attentions.py, baselines.py             the attentions by name, and two that only the papers' figures need
+attentions.py       the attentions by name
 byte_counts.py, hbm_counters.py         bytes to and from HBM: counted by formula, and read from the GPU's counters
 """

@@ -1,11 +1,11 @@
 """Bytes that attention moves between HBM and the chip, by the papers' formulas and by our kernels' loads and stores.
 
-The papers count elements that an algorithm moves between HBM and an on-chip memory of M bytes (FlashAttention, theorems
-2 and 5). The *_traffic functions count every load and store of our kernels at the tiles they run with, without a
-cache. The GPU's counters can show less, because programs that read the same data at the same time share it.
+The papers count elements that move between HBM and an on-chip memory of M bytes (FlashAttention, theorems 2 and 5). The
+*_traffic functions count every load and store of our kernels at their tiles, without a cache. The GPU's counters can
+show less, because programs that read the same data at the same time share it.
 
-All counts are for one head without dropout: n tokens of size d, 2 bytes per element. Statistics and fp32 sums are 4
-bytes in our counts. A causal attention computes a `share` of the tiles: the tiles with at least one visible pair.
+All counts are for one head without dropout: n tokens of size d, 2 bytes per element; statistics and fp32 sums 4 bytes.
+A causal attention computes a `share` of the tiles: the tiles with at least one visible pair.
 """
 
 from collections.abc import Callable
@@ -15,11 +15,10 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from bench.paper.attentions import configuration
 from kernels.flash1.launch import tiles_for as flash1_tiles
 from kernels.flash2.block_lists import BLOCK, listed
 from kernels.flash2.tiles import PlainTiles, TileConfig, hopper_config_for, plain_tiles_for
-from model.attention import build_attention
+from model.attention import VARIANTS, build_attention
 
 SPARSE = "block_sparse", "local"
 PASSES = "forward", "backward"
@@ -29,8 +28,7 @@ Bytes = dict[str, int]
 def standard(n: int, d: int) -> Bytes:
     """Count FlashAttention's algorithms 0 and 3 (as fused_softmax): each step reads operands and writes its result.
 
-    Forward: S = QK^T, P = softmax(S), O = PV. Backward: dV = P^T dO, dP = dO V^T, dS of P and dP, dQ = dS K,
-    dK = dS^T Q.
+    Forward: S, P, O. Backward: dV, dP, dS of P and dP, dQ, dK.
     """
     product = n * n + 2 * n * d
     return {"forward": 2 * (2 * product + 2 * n * n), "backward": 2 * (4 * product + 3 * n * n)}
@@ -39,9 +37,9 @@ def standard(n: int, d: int) -> Bytes:
 def flash(n: int, d: int, m: int, share: float = 1.0) -> Bytes:
     """Count FlashAttention's algorithms 1 and 4 with an on-chip memory of m bytes: B_c = ceil(M / 4d), M in elements.
 
-    Forward reads K and V once; for each of T_c = ceil(n / B_c) tiles of keys it reads Q, O, l and m and writes O, l
-    and m. Backward reads Q, O, dO, dQ, l and m and writes dQ for each tile; it writes dK and dV once. If only a share
-    of the blocks is not zero, the work per tile of keys shrinks by that share (proposition 4).
+    Forward reads K and V once; for each tile of keys it reads Q, O, l and m and writes O, l and m. Backward reads Q, O,
+    dO, dQ, l and m and writes dQ for each tile; it writes dK and dV once. The `share` of blocks that are not zero
+    scales the work per tile of keys (proposition 4).
     """
     key_tiles = ceil(n / ceil(m / 2 / (4 * d)))
     forward = 2 * n * d + share * key_tiles * (3 * n * d + 4 * n)
@@ -76,11 +74,8 @@ def flash1_traffic(n: int, d: int, keys: int, backward_keys: int) -> Bytes:
 def flash2_traffic(n: int, d: int, arch: str, causal: bool) -> Bytes:
     """Count kernels/flash2 at its tiles, with Hopper's kernels if they apply. A causal mask skips invisible tiles.
 
-    Forward: each of ceil(n / B_r) programs reads its part of Q and all of K and V, and writes its part of O and the
-    logsumexp. Backward by the plain kernels: O and dO give delta. For dK and dV, each of ceil(n / B_c) programs reads
-    its part of K and V and all of Q, dO and both statistics. For dQ, each of ceil(n / B_r) programs reads its part of
-    Q and dO and all of K and V. Hopper's kernel adds dQ up in fp32 instead. It zeroes dQ, reads and writes dQ for each
-    tile of keys, and reads and rounds dQ at the end.
+    Hopper's backward kernel adds dQ up in fp32: it zeroes dQ, reads and writes dQ for each tile of keys, and reads and
+    rounds dQ at the end.
     """
     row, stats = 2 * n * d, 4 * n
     share = partial(share_of, "flash2", n) if causal else lambda m, n: 1.0
@@ -98,7 +93,13 @@ def flash2_traffic(n: int, d: int, arch: str, causal: bool) -> Bytes:
 
 
 def plain_traffic(n: int, d: int, tiles: PlainTiles, share: Callable[[int, int], float]) -> Bytes:
-    """Count flash2's plain kernels. `share` maps queries and keys of a tile to the share of tiles that is computed."""
+    """Count flash2's plain kernels. `share` maps queries and keys of a tile to the share of tiles that is computed.
+
+    Forward: each of ceil(n / B_r) programs reads its part of Q and all of K and V, and writes its part of O and the
+    logsumexp. Backward: O and dO give delta. For dK and dV, each of ceil(n / B_c) programs reads its part of K and V
+    and all of Q, dO and both statistics. For dQ, each of ceil(n / B_r) programs reads its part of Q and dO and all of
+    K and V.
+    """
     row, stats = 2 * n * d, 4 * n
     of_forward, of_keys, of_queries = (share(tile.queries, tile.keys) for tile in tiles)
     forward = of_forward * ceil(n / tiles.forward.queries) * 2 * row + 2 * row + stats
@@ -111,7 +112,7 @@ def plain_traffic(n: int, d: int, tiles: PlainTiles, share: Callable[[int, int],
 @cache
 def seen_by(variant: str, n: int) -> Tensor:
     """Return the keys that each query of a causal attention sees with its default settings: (n, n) bool."""
-    config, i = configuration(variant), torch.arange(n)
+    config, i = VARIANTS[variant](), torch.arange(n)
     seen = i[:, None] >= i
     if variant == "block_sparse":
         seen &= build_attention(config).blocks(n)[i[:, None] // BLOCK, i // BLOCK]
@@ -138,7 +139,7 @@ def sparse_traffic(variant: str, n: int, d: int, arch: str) -> Bytes:
     tiles = plain_tiles_for(arch, d, torch.bfloat16, True, n)
     moved = plain_traffic(n, d, tiles, partial(share_of, variant, n))
     if variant == "block_sparse":
-        pattern = build_attention(configuration(variant)).blocks(n)
+        pattern = build_attention(VARIANTS[variant]()).blocks(n)
         of_keys = listed(pattern, causal=True, documents=False, ragged=n % BLOCK != 0).lists[len(pattern) :]
         pieces, more = int((of_keys[:, 1] != 1).sum()), len(of_keys) - len(pattern)
         moved["backward"] += (pieces * 16 + more * 4) * BLOCK * d

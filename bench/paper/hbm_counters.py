@@ -20,7 +20,6 @@ from bench.attention.contenders import bind, draw_inputs
 from bench.attention.shapes import AttentionShape
 from bench.common.results import ROOT
 from bench.paper.attentions import attention_named
-from bench.paper.settings import PaperSettings
 
 METRICS = "dram__bytes_read.sum", "dram__bytes_write.sum"
 MARK = "spin_kernel"  # the kernel of torch.cuda._sleep, which moves no bytes
@@ -28,18 +27,15 @@ Bytes = dict[tuple[str, bool, str], tuple[int, int]]
 SETTINGS = ["--csv", "--profile-from-start=off", "--print-units=base", "--cache-control=none", "--clock-control=none"]
 
 
-class NotMeasured(Exception):
-    """The counters could not be read; the message is the reason."""
-
-
-def hbm_bytes(attentions: Sequence[tuple[str, AttentionShape]], passes: Sequence[str], seconds: int) -> Bytes:
+def hbm_bytes(
+    attentions: Sequence[tuple[str, AttentionShape]], passes: Sequence[str], seconds: int
+) -> tuple[Bytes, str | None]:
     """Return the bytes read and written by one call of each attention and pass, by (variant, causal, pass).
 
-    Raises:
-        NotMeasured: ncu is missing or may not read the counters, or a call failed.
+    Without bytes, the second result is the reason: ncu is missing or may not read the counters, or a call failed.
     """
     if not shutil.which("ncu"):
-        raise NotMeasured("ncu not found")
+        return {}, "ncu not found"
     calls = list(product(attentions, passes))
     given = [(asdict(shape), variant, pass_) for (variant, shape), pass_ in calls]
     profiled = [sys.executable, "-m", "bench.paper.hbm_counters", json.dumps(given), str(seconds)]
@@ -47,12 +43,12 @@ def hbm_bytes(attentions: Sequence[tuple[str, AttentionShape]], passes: Sequence
     try:
         ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired:
-        raise NotMeasured(f"ncu took more than {seconds} s") from None
+        return {}, f"ncu took more than {seconds} s"
     if ended.returncode or '\n"ID"' not in ended.stdout:
         error = re.search("==ERROR== *(.*)", ended.stdout + ended.stderr)
-        raise NotMeasured(error[1].strip() if error else "ncu saw no kernel")
+        return {}, error[1].strip() if error else "ncu saw no kernel"
     keys = [(variant, shape.causal, pass_) for (variant, shape), pass_ in calls]
-    return dict(zip(keys, totals(ended.stdout), strict=True))
+    return dict(zip(keys, totals(ended.stdout), strict=True)), None
 
 
 def totals(output: str) -> list[tuple[int, int]]:
@@ -72,7 +68,7 @@ def main() -> None:
     signal.alarm(int(sys.argv[2]))  # a killed ncu does not end this process
     for sizes, variant, pass_ in json.loads(sys.argv[1]):
         shape = AttentionShape(**sizes)
-        call = bind(variant, attention_named(variant, PaperSettings()), shape, draw_inputs(shape, "cuda")).call(pass_)
+        call = bind(variant, attention_named(variant), shape, draw_inputs(shape, "cuda")).call(pass_)
         call()
         torch.cuda.synchronize()
         torch.cuda.profiler.start()

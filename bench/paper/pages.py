@@ -1,25 +1,10 @@
-"""The Markdown page and the pictures of a table, made from its results file."""
+"""The Markdown page and the pictures of a table, made from its results."""
 
 from collections import Counter
 from pathlib import Path
 
 from bench.attention.charts import save
-from bench.common.results import read_results
 from bench.paper.tables import load_table
-from errors import UserError
-
-
-def read_table(path: Path) -> dict:
-    """Return the results in a table's file. Raise a UserError if they cannot be read or give no page."""
-    results = read_results(path)
-    try:
-        if not {row["status"] for row in results["rows"]} <= {"ok", "oom", "failed"}:
-            raise ValueError("a row has an unknown status")
-        page(path.stem.removeprefix("paper-"), results)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        why = f"{type(error).__name__}: {error}"
-        raise UserError(f"{path} is damaged ({why}); restore it, or measure all again with resume=false") from error
-    return results
 
 
 def publish(name: str, results: dict, folder: Path) -> None:
@@ -51,10 +36,9 @@ def description(row: dict) -> str:
 
 def commits_of(results: dict) -> str:
     """Return the commits of the rows, with the number of rows of each if there are several."""
-    first = results["environment"]["commit"]
-    counts = Counter(row.get("commit", first)[:12] for row in results["rows"])
-    if len(counts) < 2:
-        return f"commit {min(counts, default=first[:12])}"
+    counts = Counter(row.get("commit", results["environment"]["commit"])[:12] for row in results["rows"])
+    if len(counts) == 1:
+        return f"commit {min(counts)}"
     return "commits " + ", ".join(f"{commit} ({count} rows)" for commit, count in counts.items())
 
 

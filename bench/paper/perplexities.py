@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from bench.common.timing import Gpu
 from bench.paper.settings import PaperSettings
 from bench.quality import fast_losses, plain, plain_losses
-from bench.training.trainers import DTYPE, VOCABULARY, Trainer, TrainingCell, ours
+from bench.training.trainers import VOCABULARY, Trainer, TrainingCell, ours
 from data.config import DataConfig
-from data.loader import IGNORED, TrainLoader, validation_batches
+from data.loader import TrainLoader
 from data.tokens import open_tokens
-from trainer.evaluation import perplexity
+from trainer.evaluation import validate
 
 SEED, OTHER_SEEDS = 1, (2, 3, 4)
 VALIDATION_TOKENS = 360_448
@@ -27,6 +27,17 @@ def perplexity_cell(speed_cell: dict, settings: PaperSettings, seed: int = SEED)
     """Return the cell that trains the model whose steps `speed_cell` times."""
     run = {"measured": "perplexity", "tokens": Path(settings.tokens).name, "steps": settings.steps, "seed": seed}
     return {**speed_cell, **run}
+
+
+class HuggingFaceLoss(nn.Module):
+    """Hugging Face's model with the interface of ours: it returns the mean loss."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.model(input_ids=inputs).logits.float().flatten(0, 1), targets.flatten())
 
 
 def measure(cell: dict, gpu: Gpu, settings: PaperSettings) -> Iterator[dict]:
@@ -39,30 +50,15 @@ def measure(cell: dict, gpu: Gpu, settings: PaperSettings) -> Iterator[dict]:
     with TrainLoader(tokens.train, seed=cell["seed"], device=device, name="train.bin", **sizes) as loader:
         torch.manual_seed(cell["seed"])
         job = ours(shape, trainer, gpu.device, loader, max_steps=steps)
-        model, loss_of, losses = job.model, job.model, fast_losses(partial(job.step, cell["batch_size"]), steps)
+        model, losses = job.model, fast_losses(partial(job.step, cell["batch_size"]), steps)
         if cell["trainer"] == "huggingface":
-            model = plain(job.model, "eager", gpu.device)
-            loss_of, losses = partial(huggingface_loss, model), plain_losses(model, iter(loader), steps)
+            peer = plain(job.model, "eager", gpu.device)
+            model, losses = HuggingFaceLoss(peer), plain_losses(peer, iter(loader), steps)
         deque(losses, maxlen=0)  # iterating trains the model
-    model.eval()
-    batches = validation_batches(tokens.val, max_tokens=VALIDATION_TOKENS, device=device, name="val.bin", **sizes)
-    found = perplexity(mean_loss(loss_of, batches))
+    run = job.config.train
+    run.batch_size, run.eval_tokens = cell["batch_size"], VALIDATION_TOKENS
+    never = {"document_mask": False, "is_stopped": lambda: False}
+    found = validate(model, tokens, job.config.model, run, job.compute, **never)["val/perplexity"]
     if not math.isfinite(found):
         raise ArithmeticError(f"the perplexity after {steps} steps is {found}")
     yield {"perplexity": found, "status": "ok"}
-
-
-def huggingface_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(model(input_ids=inputs).logits.float().flatten(0, 1), targets.flatten())
-
-
-@torch.no_grad()
-def mean_loss(loss_of: Callable[[Tensor, Tensor], Tensor], batches: Iterator[tuple[Tensor, Tensor]]) -> float:
-    """Return the nats per token over all batches."""
-    total, count = 0.0, 0
-    for inputs, targets in batches:
-        with torch.autocast(inputs.device.type, DTYPE):
-            counted = (targets != IGNORED).sum().item()
-            total += loss_of(inputs, targets).item() * counted
-        count += counted
-    return total / count

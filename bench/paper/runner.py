@@ -25,15 +25,13 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
 import torch
-from rich.progress import Progress
 
 from bench.common.command_line import check_output_file
-from bench.common.results import ROOT, check_same, environment, results_folder, write
-from bench.paper.pages import description, publish, read_table
+from bench.common.results import ROOT, environment, read_results, results_folder, write
+from bench.paper.pages import description, publish
 from bench.paper.settings import PaperSettings
 from bench.paper.tables import TABLES, load_table
 from errors import UserError
@@ -44,13 +42,11 @@ SMOKE_FOLDER = Path("outputs/paper-smoke")
 def run(settings: PaperSettings) -> None:
     """Measure the missing cells of the chosen tables, and write the page and the pictures of each.
 
-    Raises:
-        UserError: there is no GPU, or existing results come from another environment or cannot be read.
-        SystemExit: with status 1 if cells failed.
+    Exit with status 1 if cells failed.
     """
     if settings.size == "full" and not torch.cuda.is_available():
         raise UserError("size=full needs a GPU and torch finds none; use size=smoke")
-    folder = SMOKE_FOLDER if settings.size == "smoke" else results_folder(settings.gpu)
+    folder = SMOKE_FOLDER if settings.size == "smoke" else results_folder()
     commit = environment()["commit"]
     names = list(TABLES) if settings.table == "all" else [settings.table]
     files = {name: folder / f"paper-{name}.json" for name in names}
@@ -60,46 +56,41 @@ def run(settings: PaperSettings) -> None:
     results = {name: begin(file, settings) for name, file in files.items()}
     pending = {name: missing(load_table(name).cells(settings), results[name]["rows"]) for name in names}
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, so that the cell's process ends too
-    with Progress(*Progress.get_default_columns(), transient=True) as progress:
-        say = partial(progress.console.print, highlight=False, soft_wrap=True, markup=False)
-        task = progress.add_task("bench.paper", total=sum(map(len, pending.values())))
-        for name in names:
-            try:
-                for cell in pending[name]:
-                    started = time.monotonic()
-                    rows = [{**row, "commit": commit} for row in measure(name, cell, settings)]
-                    others = [row for row in results[name]["rows"] if not belongs(row, cell)]
-                    results[name]["rows"] = others + rows
-                    write(files[name], results[name])
-                    progress.advance(task)
-                    say(f"{name}: {description(cell)}: {outcome(rows)} ({time.monotonic() - started:.0f} s)")
-            except KeyboardInterrupt:
-                say(f"the measured cells are in {folder}; the same command without resume=false continues")
-                raise
-            finally:  # the page must show the results, even of an interrupted run
-                if results[name]["rows"]:
-                    publish(name, results[name], folder)
-            say(f"\n{load_table(name).markdown(results[name]['rows'])}\n")
-            say(f"{name}: written to {folder / f'paper-{name}'}.*")
+    for name in names:
+        try:
+            for number, cell in enumerate(pending[name], start=1):
+                started = time.monotonic()
+                rows = [{**row, "commit": commit} for row in measure(name, cell, settings)]
+                results[name]["rows"] = [row for row in results[name]["rows"] if not belongs(row, cell)] + rows
+                write(files[name], results[name])
+                done = f"{number} of {len(pending[name])}, {time.monotonic() - started:.0f} s"
+                print(f"{name}: {description(cell)}: {outcome(rows)} ({done})", flush=True)
+        except KeyboardInterrupt:
+            print(f"the measured cells are in {folder}; the same command without resume=false continues")
+            raise
+        finally:  # the page must show the results, even of an interrupted run
+            if results[name]["rows"]:
+                publish(name, results[name], folder)
+        print(f"\n{load_table(name).markdown(results[name]['rows'])}\n\n{name}: written to {folder}/paper-{name}.*")
     if failed := sum(row["status"] == "failed" for name in names for row in results[name]["rows"]):
         print(f"{failed} rows failed; the same command without resume=false tries them again", file=sys.stderr)
         sys.exit(1)
 
 
 def begin(path: Path, settings: PaperSettings) -> dict:
-    """Return the results in a file, or new ones without rows.
-
-    Raises:
-        UserError: the file cannot be read or written, or comes from another machine, other versions or, unless
-            any_commit is set, another commit.
-    """
+    """Return the results in a file, which must come from this machine and these versions, or new ones without rows."""
     check_output_file("results", path)
     here = environment()
     if not path.is_file():
         return {"environment": here, "size": settings.size, "rows": []}
-    results = read_table(path)
-    remedy = "resume=false measures all again, and any_commit=true adds to results of another commit"
-    check_same(results["environment"], here, path, remedy, settings.any_commit)
+    results = read_results(path)
+    then = results["environment"]
+    for key in ("gpu", "driver", "torch", "triton", *([] if settings.any_commit else ["commit"])):
+        if then.get(key) != here[key]:
+            raise UserError(
+                f"{path} has {key} {then.get(key)}, not {here[key]}; resume=false measures all again, and "
+                "any_commit=true adds to results of another commit"
+            )
     return results
 
 
@@ -109,18 +100,13 @@ def belongs(row: dict, cell: dict) -> bool:
 
 def missing(cells: list[dict], rows: list[dict]) -> list[dict]:
     """Return the cells without rows and the cells that failed, because the reason may be gone."""
-
-    def is_done(cell: dict) -> bool:
-        statuses = [row["status"] for row in rows if belongs(row, cell)]
-        return bool(statuses) and "failed" not in statuses
-
-    return [cell for cell in cells if not is_done(cell)]
+    done = [{row["status"] for row in rows if belongs(row, cell)} for cell in cells]
+    return [cell for cell, statuses in zip(cells, done, strict=True) if not statuses or "failed" in statuses]
 
 
 def measure(table: str, cell: dict, settings: PaperSettings) -> list[dict]:
     """Measure a cell in a process of its own and return its rows. A failure of the process adds a row."""
-    paths = {"tokens": os.path.abspath(settings.tokens)} if settings.tokens else {}
-    given = json.dumps({"cell": cell, "settings": asdict(settings) | paths})  # the process runs in another directory
+    given = json.dumps({"cell": cell, "settings": asdict(settings)})
     on_cpu = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}  # the shapes are tiny
     variables = os.environ | ({} if torch.cuda.is_available() else on_cpu)
     command = [sys.executable, "-m", "bench.paper.worker", table]

@@ -1,8 +1,7 @@
 """Training steps of the tables: their cells, their measurement, and the papers' token budget.
 
 The numbers come from bench.training: a compiled step of train.py on random tokens, or Hugging Face's model in bf16 with
-eager attention and without compilation. All attentions of a table use the same micro-batch. Each of our attentions is
-compared with the fp64 reference at the model's shape before its steps are timed.
+eager attention and without compilation. Each of our attentions is first compared with the fp64 reference.
 """
 
 from collections.abc import Iterator
@@ -39,7 +38,7 @@ def measure(cell: dict, gpu: Gpu, settings: PaperSettings) -> Iterator[dict]:
     if trainer.name == "ours":
         shape = trained.shape()
         sizes = {"batch": 1, "seq_len": cell["context_length"], "heads": shape.n_head, "head_dim": shape.head_dim}
-        check_attention(trainer.attention, AttentionShape(trained.name, **sizes, packed=True), gpu, settings)
+        check_attention(trainer.attention, AttentionShape(trained.name, **sizes, packed=True), gpu)
         gpu.release()
     build = partial({"ours": ours, "huggingface": huggingface}[trainer.name], trained, trainer, gpu.device)
     rows, best = search(trained, trainer, build, gpu)

@@ -59,7 +59,8 @@ def render(runs: list[TrainingRun], results: list[Table], failed: Sequence[str])
     )
     charts = [chart for chart in CHARTS if any(run.finite(chart.key) for run in runs)]
     assets = {name: Markup((HERE / name).read_text()) for name in ("page.css", "page.js")}
-    unit, seconds = time_unit(runs)
+    longest = max((run.seconds()[-1] for run in runs if run.seconds()), default=0)
+    unit, seconds = ("hours", 3600) if longest > 4 * 3600 else ("minutes", 60)
     apart = differences(runs)
     looks = cycle(product(DASHES, COLOURS))
     curves = [curves_of(run, look, seconds) for run, look in zip(runs, looks, strict=False)]
@@ -76,15 +77,6 @@ def render(runs: list[TrainingRun], results: list[Table], failed: Sequence[str])
         n_runs=len(runs),
         failed=failed,
     )
-
-
-def time_unit(runs: list[TrainingRun]) -> tuple[str, int]:
-    """Return the unit of the time axis and its seconds, chosen for the longest run."""
-    longest = max((run.seconds()[-1] for run in runs if run.seconds()), default=0)
-    for unit, seconds in (("hours", 3600), ("minutes", 60)):
-        if longest >= 5 * seconds:
-            return unit, seconds
-    return "seconds", 1
 
 
 def curves_of(run: TrainingRun, look: tuple[str, str], unit_s: int) -> dict:

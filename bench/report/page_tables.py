@@ -3,10 +3,11 @@
 import json
 import math
 import re
+from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
-from bench.report.runs import TrainingRun, differing, in_common
+from bench.report.runs import TrainingRun
 from errors import UserError
 
 
@@ -15,6 +16,9 @@ class TableCell(NamedTuple):
 
     text: str
     order: float | None = None
+
+
+EMPTY = TableCell("-")
 
 
 class Table(NamedTuple):
@@ -33,7 +37,7 @@ class Table(NamedTuple):
 def json_cell(value: object) -> TableCell:
     """Return the cell of a JSON value: numbers with at least four digits, commits with twelve."""
     if value is None:
-        return TableCell("-")
+        return EMPTY
     if isinstance(value, bool):
         return TableCell("yes" if value else "no")
     if isinstance(value, int):
@@ -57,10 +61,12 @@ def summary(runs: list[TrainingRun]) -> Table:
         return show(last(run, key), form, "not finite" if run.series(key) else "-")
 
     def row_of(run: TrainingRun) -> dict[str, TableCell]:
+        seconds, reached = run.seconds(), str(last(run, "step") or 0)
+        wanted = run.settings.get("train.max_steps", reached)
         return {
             "run": TableCell(run.name),
             "context": TableCell(run.settings.get("model.context_length", "-") if len(contexts) > 1 else "-"),
-            "steps": TableCell(steps(run), last(run, "step")),
+            "steps": TableCell(reached if wanted == reached else f"{reached} of {wanted}", last(run, "step")),
             "training loss": ending(run, "train/loss", "{:.4f}"),
             "validation loss": ending(run, "val/loss", "{:.4f}"),
             "lowest validation loss": show(min(run.finite("val/loss"), default=None), "{:.4f}"),
@@ -70,7 +76,7 @@ def summary(runs: list[TrainingRun]) -> Table:
             "MFU": show(run.typical("perf/mfu"), "{:.1%}"),
             "peak GPU memory": show(max(run.finite("memory/peak_allocated_gib"), default=None), "{:.1f} GiB"),
             "peak process memory": show(max(run.finite("memory/peak_rss_gib"), default=None), "{:.1f} GiB"),
-            "training time": duration(run.seconds()),
+            "training time": TableCell(str(timedelta(seconds=round(seconds[-1]))), seconds[-1]) if seconds else EMPTY,
         }
 
     contexts = {run.settings.get("model.context_length") for run in runs}
@@ -83,29 +89,19 @@ def summary(runs: list[TrainingRun]) -> Table:
     return Table("Summary", note, filled, [[row[column] for column in filled] for row in rows])
 
 
-def steps(run: TrainingRun) -> str:
-    """Return the last step of a run, and the planned number of steps if it differs."""
-    reached, wanted = (run.rows[-1]["step"] if run.rows else 0), run.settings.get("train.max_steps", "")
-    return f"{reached}" if wanted in ("", str(reached)) else f"{reached} of {wanted}"
-
-
-def duration(seconds: list[float]) -> TableCell:
-    """Return the last of `seconds` as hours, minutes and seconds."""
-    if not seconds:
-        return TableCell("-")
-    minutes, s = divmod(round(seconds[-1]), 60)
-    return TableCell(f"{minutes // 60}:{minutes % 60:02}:{s:02}", seconds[-1])
-
-
 def differences(runs: list[TrainingRun]) -> Table:
-    """Return the settings that differ, one row per run. If none differ, the only column is the run."""
-    keys = differing(runs)
+    """Return the settings that differ, one row per run. Runs without known settings do not count."""
+    known = [run.settings for run in runs if run.settings]
+    every = dict.fromkeys(key for settings in known for key in settings)
+    keys = [key for key in every if len({settings.get(key) for settings in known}) > 1]
     rows = [[TableCell(run.name), *(TableCell(run.settings.get(key, "-")) for key in keys)] for run in runs]
     return Table("Settings that differ", "", ["run", *keys], rows)
 
 
 def common(runs: list[TrainingRun]) -> Table:
-    rows = [[TableCell(key), TableCell(value)] for key, value in in_common(runs).items()]
+    apart = differences(runs).columns
+    shared = {key: value for run in runs for key, value in run.settings.items() if key not in apart}
+    rows = [[TableCell(key), TableCell(value)] for key, value in shared.items()]
     return Table("Settings in common", "", ["setting", "value"], rows)
 
 
@@ -135,21 +131,14 @@ def read_file(path: Path, name: str) -> list[Table]:
 
 
 def read_page(path: Path) -> list[Table]:
-    """Return the tables of a Markdown page. A paragraph is a note of the next table, or else of the last one."""
+    """Return the tables of a Markdown page. Its paragraphs become the note of each table."""
     title, *parts = path.read_text().replace("`", "").strip().split("\n\n")
-    tables, notes = [], []
-    for part in parts:
-        lines = part.splitlines()
-        if len(lines) < 2 or not all(line.startswith("|") for line in lines):
-            notes.append(" ".join(lines))
-            continue
-        header, _, *rows = ([word.strip() for word in line.strip("|").split("|")] for line in lines)
+    title, drawn = title.lstrip("# "), [part for part in parts if part.startswith("|")]
+    note, tables = " ".join(part for part in parts if part not in drawn), []
+    for part in drawn:
+        header, _, *rows = ([word.strip() for word in line.strip("|").split("|")] for line in part.splitlines())
         cells = [[printed(word) for word in row] for row in rows]
-        tables.append(Table(title.lstrip("# "), " ".join(notes), header, cells))
-        notes = []
-    tables[-1] = tables[-1]._replace(note=" ".join([tables[-1].note, *notes]).strip())
-    if len(tables) > 1:  # their first columns distinguish them
-        tables = [table._replace(title=f"{table.title}: {table.columns[0]}") for table in tables]
+        tables.append(Table(title if len(drawn) == 1 else f"{title}: {header[0]}", note, header, cells))
     return tables
 
 

@@ -11,9 +11,9 @@ from matplotlib.figure import Figure
 from bench.attention import charts
 from bench.attention.shapes import PASSES
 from bench.common.command_line import launch
-from bench.common.formatting import alone_note, at_least, cost_text, speed_text, table
+from bench.common.formatting import at_least, cost_text, speed_text, table
 from bench.common.results import ROOT, read_results
-from bench.paper.pages import page, publish, read_table
+from bench.paper.pages import page, publish
 from bench.paper.tables import TABLES
 from bench.paper.tables.attention_speed import speed_lines
 from errors import UserError
@@ -36,10 +36,15 @@ class ReadmeSettings:
 
 def run(settings: ReadmeSettings) -> None:
     """Update the README, the pages and, if wanted, the pictures."""
-    if settings.pictures:
-        draw()
     for name in TABLES:
-        (RESULTS / f"paper-{name}.md").write_text(page(name, read_table(RESULTS / f"paper-{name}.json")))
+        results = read_results(RESULTS / f"paper-{name}.json")
+        (RESULTS / f"paper-{name}.md").write_text(page(name, results))
+        if settings.pictures:
+            publish(name, results, RESULTS)
+    if settings.pictures:
+        attention = read_results(RESULTS / "attention.json")
+        charts.draw(attention["rows"], RESULTS / "attention.json", attention["environment"])
+        charts.save(parity_picture(RESULTS), RESULTS / "parity.svg")
     README.write_text(fill(README.read_text()))
 
 
@@ -47,12 +52,12 @@ def fill(text: str, results: Path = RESULTS) -> str:
     """Return the README with every generated table replaced."""
     made = {name: make(results) for name, make in TABLE_OF.items()}
     for name in PAPER:
-        _, _, without_title = page(name, read_table(results / f"paper-{name}.json")).partition("\n\n")
+        _, _, without_title = page(name, read_results(results / f"paper-{name}.json")).partition("\n\n")
         made[f"paper-{name}"] = without_title.strip()
     for name, of_name in made.items():
         start, end = f"<!-- {name} -->\n", f"\n<!-- /{name} -->"
         before, _, rest = text.partition(start)
-        _, mark, after = rest.partition(end.lstrip())
+        _, mark, after = rest.partition(end)
         if not mark:
             raise UserError(f"README.md lacks the marks <!-- {name} --> and <!-- /{name} -->; put them back")
         text = before + start + of_name + end + after
@@ -62,8 +67,7 @@ def fill(text: str, results: Path = RESULTS) -> str:
 def caption(file: dict) -> str:
     """Return the environment of a results file and the commits of its rows in one line."""
     where = file["environment"]
-    rows = file.get("rows") or [{}]
-    commits = dict.fromkeys(row.get("commit", where["commit"])[:12] for row in rows)
+    commits = dict.fromkeys(row.get("commit", where["commit"])[:12] for row in file.get("rows", [{}]))
     return f"One {where['gpu']}, torch {where['torch']}, Triton {where['triton']}, commit {', '.join(commits)}."
 
 
@@ -79,8 +83,7 @@ def parity_table(results: Path) -> str:
         mfu, memory = f"{speed_text(100 * row['mfu'], ours, 1)}%", f"{cost_text(row['peak_gib'], ours, 1)} GiB"
         lines.append([f"`{name}`", *speeds, mfu, memory, f"{row['val_loss']:.4f}"])
     header = ["attention", "tokens/s", "x naive", "TFLOP/s", "MFU", "peak memory", "validation loss"]
-    what = f"GPT-2 124M, context 1024, {steps} steps of 32 x 1024 tokens of Wikipedia, same seed, bf16, compiled."
-    return f"{table(header, lines)}\n\n{what} {caption(file)}"
+    return f"{table(header, lines)}\n\n{steps} steps. {caption(file)}"
 
 
 def attention_table(results: Path) -> str:
@@ -89,7 +92,7 @@ def attention_table(results: Path) -> str:
     lines = speed_lines([row for row in file["rows"] if row["causal"] and row["status"] == "ok"], RIVALS, PASSES[:2])
     lines = [line[1:] for line in lines]  # without the mask
     header = ["head size", "sequence", "batch x heads", *RIVALS.values()]
-    return f"{table(header, lines, left=0)}\n\n{caption(file)}{alone_note(file['rows'])}"
+    return f"{table(header, lines, left=0)}\n\n{caption(file)}"
 
 
 def documents_table(results: Path) -> str:
@@ -116,7 +119,7 @@ def training_table(results: Path) -> str:
     """Return each trainer at its best micro-batch, beside nanoGPT and the floor of the same run of bench.training."""
     file = read_results(results / "training.json")
     best = [row for row in file["rows"] if row["best"] and row["status"] == "ok"]
-    lines, notes = [], {}
+    lines = []
     for row in sorted(best, key=lambda row: (row["model"], row["context_length"])):
         speed, ours = row["tokens_per_second"], row["trainer"] == "ours"
         ratios = []
@@ -126,14 +129,10 @@ def training_table(results: Path) -> str:
         name, memory = f"{row['model']}, {row['context_length']:,}", f"{cost_text(row['peak_gib'], ours, 1)} GiB"
         speeds = speed_text(speed, ours, 0), *ratios
         lines.append([name, trainer_text(row), str(row["batch_size"]), *speeds, memory, row["commit"][:7]])
-        if row["message"]:
-            notes[f" {name}: {row['message']}."] = None
-        elif "peak_of" not in row:
-            notes[f" {name}: memory of the first step."] = None
     header = ["model, context", "trainer, attention", "micro-batch", "tokens/s", "x nanoGPT", "of the floor"]
     where = file["environment"]
     gpu = f"One {where['gpu']}, torch {where['torch']}, Triton {where['triton']}."
-    return f"{table([*header, 'peak memory', 'commit'], lines, left=2)}\n\n{gpu}{''.join(notes)}"
+    return f"{table([*header, 'peak memory', 'commit'], lines, left=2)}\n\n{gpu}"
 
 
 def trainer_text(row: dict) -> str:
@@ -148,7 +147,7 @@ def sparsity_table(results: Path) -> str:
     """Return the speedup of flash2 with some of the blocks, from `bench.features only=sparsity`."""
     file, speeds = read_results(results / "sparsity.json"), {}
     for row in file["sparsity"]:
-        cells = speeds.setdefault(row["pattern"], {"kept": row["kept"], "seq_len": row["seq_len"]})
+        cells = speeds.setdefault(row["pattern"], {"kept": row["kept"]})
         cells[row["head_dim"], row["pass"]] = f"{at_least(row['speed'])} ({row['ms']:.2f})"
     columns = [(head_dim, pass_) for head_dim in (64, 128) for pass_ in ("forward", "both")]
     lines = [
@@ -156,8 +155,7 @@ def sparsity_table(results: Path) -> str:
         for name, cells in speeds.items()
     ]
     header = ["blocks", "kept", "1 / kept", "head 64: forward, x (ms)", "both passes", "head 128: forward"]
-    what = f"Causal, {cells['seq_len']:,} tokens; lists relative to all blocks, windows to all keys."
-    return f"{table([*header, 'both passes'], lines)}\n\n{what} {caption(file)}"
+    return f"{table([*header, 'both passes'], lines)}\n\n{caption(file)}"
 
 
 TABLE_OF = {
@@ -169,15 +167,7 @@ TABLE_OF = {
 }
 
 
-def draw() -> None:
-    parity_picture(RESULTS, RESULTS / "parity.svg")
-    attention = read_results(RESULTS / "attention.json")
-    charts.draw(attention["rows"], RESULTS / "attention.json", attention["environment"])
-    for name in TABLES:
-        publish(name, read_table(RESULTS / f"paper-{name}.json"), RESULTS)
-
-
-def parity_picture(results: Path, picture: Path) -> None:
+def parity_picture(results: Path) -> Figure:
     rows = read_results(results / "parity.json")["rows"]
     figure = Figure(figsize=(9, 3.2), layout="constrained")
     by_tokens, by_time = figure.subplots(1, 2, sharey=True)
@@ -191,7 +181,7 @@ def parity_picture(results: Path, picture: Path) -> None:
     by_time.legend(frameon=False)
     for axes in (by_tokens, by_time):
         axes.spines[["top", "right"]].set_visible(False)
-    charts.save(figure, picture)
+    return figure
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import glob
 import json
-import math
 import os
 import re
 import statistics
@@ -15,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from errors import UserError
+from trainer.loggers import finite
 
 Row = dict[str, float | None]
 
@@ -78,8 +78,6 @@ def find(place: str) -> list[Path]:
     for path in sorted(map(Path, named), key=natural):
         below = [path / "metrics.jsonl"] if (path / "metrics.jsonl").is_file() else path.rglob("metrics.jsonl")
         folders += sorted((file.parent.resolve() for file in below if file.is_file()), key=natural)
-    if not named:
-        raise UserError(f"runs={place} does not exist; give output folders of train.py, such as runs=outputs")
     if not folders:
         raise UserError(f"runs={place} has no metrics.jsonl in it or below; give output folders of train.py")
     return folders
@@ -95,15 +93,12 @@ def read_settings(path: Path) -> dict[str, str]:
     if not path.exists():
         return {}
     try:
-        config = OmegaConf.to_container(OmegaConf.load(path))
-        if not isinstance(config, dict):
-            raise ValueError("not a mapping")
-    except (YAMLError, OmegaConfBaseException, ValueError, OSError) as error:
+        return dict(flat(OmegaConf.to_container(OmegaConf.load(path))))
+    except (YAMLError, OmegaConfBaseException, OSError) as error:
         raise UserError(f"{path} is not a configuration of train.py; fix it or move it away") from error
-    return dict(flat(config, ""))
 
 
-def flat(node: object, key: str) -> list[tuple[str, str]]:
+def flat(node: object, key: str = "") -> list[tuple[str, str]]:
     if isinstance(node, dict):
         return [pair for name, child in node.items() for pair in flat(child, f"{key}.{name}" if key else str(name))]
     return [(key, node if isinstance(node, str) else json.dumps(node))]
@@ -115,30 +110,12 @@ def read_rows(folder: Path) -> list[Row]:
     rows = []
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
         try:
-            rows.append(parse_row(line))
-        except ValueError as error:
+            row = json.loads(line)
+            if not all(isinstance(row[key], int) for key in ("step", "tokens")):
+                raise ValueError("a row has a step and tokens")
+            rows.append({key: None if value is None else finite(value) for key, value in row.items()})
+        except (ValueError, TypeError, LookupError) as error:
             if not line.endswith(b"\n"):
                 break
             raise UserError(f"{path} line {number} is not a row of metrics; remove the line") from error
     return rows
-
-
-def parse_row(line: bytes) -> Row:
-    row = json.loads(line)
-    if not isinstance(row, dict) or not all(isinstance(row.get(key), int) for key in ("step", "tokens")):
-        raise ValueError("a row has a step and tokens")
-    if not all(isinstance(value, int | float | None) for value in row.values()):
-        raise ValueError("a metric is a number")
-    return {key: value if value is not None and math.isfinite(value) else None for key, value in row.items()}
-
-
-def differing(runs: list[TrainingRun]) -> list[str]:
-    """Return the keys of the settings that differ between runs with known settings."""
-    known = [run.settings for run in runs if run.settings]
-    keys = dict.fromkeys(key for settings in known for key in settings)
-    return [key for key in keys if len({settings.get(key) for settings in known}) > 1]
-
-
-def in_common(runs: list[TrainingRun]) -> dict[str, str]:
-    apart = set(differing(runs))
-    return {key: value for run in runs for key, value in run.settings.items() if key not in apart}

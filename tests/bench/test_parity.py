@@ -50,9 +50,9 @@ def compare(losses, tmp_path, monkeypatch):
     """Run bench.parity with runs that end in the given validation losses, and check the written file."""
     out = tmp_path / "parity.json"
     monkeypatch.setattr(parity, "train", lambda variant, folder, settings: write_run(folder, [losses[variant]]))
-    settings = {"settings": ["device=cpu"], "work": tmp_path / "runs", "out": out}
+    monkeypatch.chdir(tmp_path)
     try:
-        parity.run(ParitySettings(variants=list(losses), **settings))
+        parity.run(ParitySettings(variants=list(losses), settings=["device=cpu"], out=out))
     finally:
         written = json.loads(out.read_text())
         assert {row["variant"]: row["val_loss"] for row in written["rows"]} == losses
@@ -80,16 +80,17 @@ def test_settings_after_two_dashes_go_to_train_py(tmp_path, monkeypatch, capsys)
         return subprocess.CompletedProcess(command, 2)
 
     monkeypatch.setattr(parity.subprocess, "run", run)
-    own = ["variants=['sdpa:data.document_mask=true']", "steps=10", f"work={tmp_path}/runs", f"out={out}"]
+    own = ["variants=['sdpa:data.document_mask=true']", "steps=10", f"out={out}"]
     passed_on = ["device=cpu", "data=tokens", "data.dir=with a blank, and 'quotes'"]
     monkeypatch.setattr("sys.argv", ["parity", *own, "--", *passed_on])
     with pytest.raises(SystemExit) as ended:
         parity.main()
     assert ended.value.code == 2 and not out.exists()
     assert "error: train.py ended with status 2 for sdpa" in capsys.readouterr().err
-    folder = tmp_path / "runs" / "sdpa-data-document_mask-true"
-    fixed = ["attention=sdpa", "train.max_steps=10", "wandb.mode=disabled", f"hydra.run.dir={folder}"]
-    assert commands == [["train.py", *parity.RECIPE, *passed_on, *fixed, "data.document_mask=true"]]
+    fixed = ["attention=sdpa", "train.max_steps=10", "wandb.mode=disabled"]
+    [command] = commands
+    (folder,) = [part for part in command if part.endswith("_parity/sdpa-data-document_mask-true")]
+    assert command == ["train.py", *parity.RECIPE, *passed_on, *fixed, folder, "data.document_mask=true"]
 
 
 @pytest.mark.parametrize(
@@ -99,15 +100,13 @@ def test_settings_after_two_dashes_go_to_train_py(tmp_path, monkeypatch, capsys)
         ({"variants": []}, r"variants=\[\] is empty"),
         ({"steps": 1}, "steps=1 leaves no step to time"),
         ({"steps": 2**60}, "steps=1152921504606846976 is too large"),
-        ({"variants": ["sdpa", "flash2:a=b"], "work": Path("old")}, "work=old already has a run"),
         ({"settings": []}, "torch finds none; add -- device=cpu"),
     ],
-    ids=["unknown attention", "no attention", "one step", "too many steps", "old runs", "no GPU"],
+    ids=["unknown attention", "no attention", "one step", "too many steps", "no GPU"],
 )
 def test_impossible_settings_are_refused_before_training(given, sentence, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(parity.torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(parity, "train", lambda *_: pytest.fail("trained"))
-    write_run(tmp_path / "old" / "flash2-a-b", [4.0])
     with pytest.raises(UserError, match=sentence):
         parity.run(ParitySettings(**{"settings": ["device=cpu"], "out": Path("rows.json")} | given))

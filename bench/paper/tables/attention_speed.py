@@ -5,18 +5,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from matplotlib.figure import Figure
+from model.attention.libraries import is_installed
 
 from bench.attention.charts import LOOKS, PANELS, TITLES, figure_of
 from bench.attention.measurement import measure_shape
 from bench.attention.shapes import PASSES, paper_shapes
-from bench.common.formatting import alone_note, table, whole_speed
+from bench.common.formatting import table, whole_speed
 from bench.common.timing import Gpu
-from bench.paper.attentions import attention_named, known
+from bench.paper.attentions import attention_named
 from bench.paper.settings import PaperSettings
 
 TITLE = "FlashAttention-2's figures 4 to 7: attention alone"
 VARIANTS = "naive", "pytorch", "fused_softmax", "flash1", "sdpa_flash", "triton", "flash2"
-ON_GPUS = "sdpa_efficient"  # xformers' kernel, as torch has it
+ON_GPUS = "sdpa_efficient", *(["fa3"] if is_installed("flash_attn_interface") else [])
 # The names of the columns in the papers' figures.
 STANDS_FOR = {
     "naive": "PyTorch, naive: kernels/naive/definition.py, not compiled, S and dP in fp32",
@@ -26,7 +27,6 @@ STANDS_FOR = {
     "flash1": "flash1: FlashAttention",
     "triton": "flash2, plain Triton: FlashAttention Triton",
 }
-SMOKE_LENGTHS = 32, 64
 ROUNDS = {"full": 10, "smoke": 1}
 
 
@@ -40,9 +40,9 @@ def measure(cell: dict, gpu: Gpu, settings: PaperSettings) -> Iterator[dict]:
     """Yield a row for each length, attention and pass, measured in alternation after a check against fp64."""
     shapes = paper_shapes(cell["head_dim"], cell["causal"])
     if settings.size == "smoke":
-        shapes = [replace(shapes[0], batch=1, seq_len=length, heads=2, kv_heads=2) for length in SMOKE_LENGTHS]
-    names = [*VARIANTS, *([ON_GPUS] if gpu.device == "cuda" else []), *(["fa3"] if "fa3" in known(settings) else [])]
-    attentions = {name: attention_named(name, settings) for name in names}
+        shapes = [replace(shapes[0], batch=1, seq_len=32, heads=1, kv_heads=1)]
+    names = [*VARIANTS, *ON_GPUS] if gpu.device == "cuda" else VARIANTS
+    attentions = {name: attention_named(name) for name in names}
     for shape in shapes:
         yield from measure_shape(shape, attentions, gpu, ROUNDS[settings.size])
 
@@ -71,7 +71,7 @@ def markdown(rows: list[dict]) -> str:
     return (
         f"{table(header, speed_lines(timed, variants, PASSES))}\n\nTFLOP/s of forward / backward / both in bf16 by the "
         "papers' count: 4 B H T^2 D forward, 2.5 times that backward, half if causal. "
-        f"{names}.{alone_note(timed)}"
+        f"{names}. An attention without memory beside the others is timed alone."
     )
 
 

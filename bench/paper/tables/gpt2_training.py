@@ -1,6 +1,5 @@
 """FlashAttention (Dao et al., 2022), table 2: training GPT-2 small and medium at a context of 1k."""
 
-from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
@@ -79,11 +78,7 @@ def markdown(rows: list[dict]) -> str:
 
 
 def compared_perplexities(rows: list[dict]) -> dict[tuple[int, str, str], dict]:
-    """Return the rows of perplexity by seed, model and label.
-
-    Only rows of the same tokens and number of steps compare. The most frequent pair counts, or the newest one.
-    """
-    found = [row for row in rows if row["measured"] == "perplexity" and "seed" in row]
-    counts = Counter((row["tokens"], row["steps"]) for row in reversed(found))
-    run = max(counts, key=counts.get, default=None)
-    return {(r["seed"], r["model"], label(r)): r for r in found if (r["tokens"], r["steps"]) == run}
+    """Return the rows of perplexity by seed, model and label, of the tokens and number of steps of the newest row."""
+    found = [row for row in rows if row["measured"] == "perplexity"]
+    runs = [(row["tokens"], row["steps"]) for row in found]
+    return {(r["seed"], r["model"], label(r)): r for r, run in zip(found, runs, strict=True) if run == runs[-1]}

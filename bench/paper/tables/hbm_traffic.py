@@ -3,17 +3,17 @@
 Without a mask, except for block_sparse and local, which are causal, and for flash2, which is measured both ways.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
 from bench.attention.measurement import measure_shape
 from bench.attention.shapes import AttentionShape
-from bench.common.formatting import alone_note, table, value_text
+from bench.common.formatting import table, value_text
 from bench.common.timing import Gpu
 from bench.paper.attentions import attention_named
 from bench.paper.byte_counts import PASSES, SPARSE, flash, kernel_traffic, seen_by, share_of, standard
-from bench.paper.hbm_counters import NotMeasured, hbm_bytes
+from bench.paper.hbm_counters import hbm_bytes
 from bench.paper.settings import PaperSettings
 from kernels.flash2.block_lists import BLOCK
 
@@ -22,7 +22,7 @@ DENSE = "naive", "fused_softmax", "flash1", "sdpa_flash", "flash2"
 CAUSAL = "flash2", *SPARSE  # a window is only defined under a causal mask
 HEAD_DIM = 64
 # Batch, heads, length. The first shape is from FlashAttention's figure 2: GPT-2 medium's heads, batch 64.
-SIZES = {"full": ((64, 16, 1024), (16, 16, 4096)), "smoke": ((1, 1, 64),)}
+SIZES = {"full": ((64, 16, 1024), (16, 16, 4096)), "smoke": ((1, 1, 32),)}
 ROUNDS = {"full": 10, "smoke": 1}
 TYPICAL_M = 100 * 1024  # bytes: FlashAttention's typical on-chip memory, used without a GPU
 COUNTS = "paper_bytes", "counted_bytes", "read_bytes", "written_bytes"
@@ -38,10 +38,11 @@ def measure(cell: dict, gpu: Gpu, settings: PaperSettings) -> Iterator[dict]:
     arch = "sm_{}{}".format(*torch.cuda.get_device_capability()) if on_gpu else "sm_90"
     m = torch.cuda.get_device_properties().shared_memory_per_multiprocessor if on_gpu else TYPICAL_M
     full, causal = (AttentionShape("io", **cell, head_dim=HEAD_DIM, causal=masked) for masked in (False, True))
-    counted_by_gpu = counters([*((name, full) for name in DENSE), *((name, causal) for name in CAUSAL)], settings)
+    pairs = [*((name, full) for name in DENSE), *((name, causal) for name in CAUSAL)]
+    by_gpu, reason = hbm_bytes(pairs, PASSES, settings.timeout_s // 2)
     # Attentions without a mask are timed in alternation, each causal one alone.
     for shape, names in ((full, DENSE), *((causal, (name,)) for name in CAUSAL)):
-        attentions = {name: attention_named(name, settings) for name in names}
+        attentions = {name: attention_named(name) for name in names}
         seen = seen_by(names[0], n) if names[0] in SPARSE else None
         for row in measure_shape(shape, attentions, gpu, ROUNDS[settings.size], seen):
             variant, masked, pass_ = row["variant"], row["causal"], row["pass"]
@@ -52,21 +53,9 @@ def measure(cell: dict, gpu: Gpu, settings: PaperSettings) -> Iterator[dict]:
             ours = kernel_traffic(variant, masked, n, HEAD_DIM, arch)
             counts = {"paper_bytes": heads * paper[pass_], "counted_bytes": heads * ours[pass_] if ours else None}
             row["tflops"] = None if variant in SPARSE else row["tflops"]  # it counts all pairs
-            yield row | counts | {"share": share, "sram_bytes": m} | counted_by_gpu(variant, masked, pass_)
-
-
-def counters(attentions: list[tuple[str, AttentionShape]], settings: PaperSettings) -> Callable[[str, bool, str], dict]:
-    """Return a function from attention, mask and pass to the counters' values, or the reason why there are none."""
-    try:
-        measured, reason = hbm_bytes(attentions, PASSES, settings.timeout_s // 2), None
-    except NotMeasured as error:
-        measured, reason = {}, str(error)
-
-    def of(*call: str | bool) -> dict:
-        read, written = measured.get(call, (None, None))
-        return {"read_bytes": read, "written_bytes": written, "not_measured": reason}
-
-    return of
+            read, written = by_gpu.get((variant, masked, pass_), (None, None))
+            counts |= {"read_bytes": read, "written_bytes": written, "not_measured": reason}
+            yield row | counts | {"share": share, "sram_bytes": m}
 
 
 def markdown(rows: list[dict]) -> str:
@@ -86,5 +75,5 @@ def markdown(rows: list[dict]) -> str:
         f"blocks of {BLOCK} x {BLOCK}. Paper: the formulas of standard attention and of FlashAttention with {m} of "
         "shared memory. Loads and stores: all of our kernels at their tiles, without caches "
         "(bench/paper/byte_counts.py). Read and written: the GPU's counters of HBM"
-        f"{f' (not measured: {reasons})' if reasons else ''}.{alone_note(counted)}"
+        f"{f' (not measured: {reasons})' if reasons else ''}."
     )

@@ -66,7 +66,7 @@ def test_invisible_tiles_are_not_counted(monkeypatch):
     """n = 8, d = 2, as above. A window of 2 touches, in tiles of 4 x 4, the two on the diagonal and the one below it,
     3 of 4; in tiles of 2 x 4, 5 of 8; of 2 x 8, all 4.
     In the paper's count the share scales the work per tile of keys."""
-    monkeypatch.setattr(byte_counts, "configuration", lambda name: VARIANTS[name](window=2))
+    monkeypatch.setattr(byte_counts, "VARIANTS", {"local": partial(VARIANTS["local"], window=2)})
     monkeypatch.setattr(byte_counts, "plain_tiles_for", lambda *kind: TILES)
     byte_counts.seen_by.cache_clear()
     forward = 3 / 4 * 2 * 64 + 64 + 32

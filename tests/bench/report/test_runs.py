@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from bench.report.runs import differing, in_common, read_runs
+from bench.report.page_tables import common, differences
+from bench.report.runs import read_runs
 from errors import UserError
 
 LOSS = {"train/loss": 3.0}
@@ -37,7 +38,7 @@ def test_runs_are_found(outputs, places, names):
 
 @pytest.mark.parametrize("place", ["nowhere", "runs/*_flash3", "", "runs/2_sdpa/checkpoints"])
 def test_a_place_without_runs_is_refused(outputs, place):
-    with pytest.raises(UserError, match=rf"runs={place.replace('*', '.')} .*give output folders"):
+    with pytest.raises(UserError, match=rf"runs={place.replace('*', '.')} has no metrics.jsonl .*give output folders"):
         read_runs(["runs", place])
 
 
@@ -66,7 +67,7 @@ def test_a_bad_line_that_is_not_the_last_is_refused(write_run, line):
         read_runs([str(folder)])
 
 
-@pytest.mark.parametrize("content", ["train: [", "- 1"])
+@pytest.mark.parametrize("content", ["train: ["])
 def test_a_broken_configuration_is_refused_and_a_missing_one_is_empty(write_run, content):
     folder = write_run("a", {1: LOSS})
     (folder / "config.yaml").write_text(content)
@@ -95,6 +96,6 @@ def test_runs_with_unknown_settings_do_not_make_settings_differ(write_run):
     folders = [write_run(name, {1: LOSS}, attention=name, max_steps=7) for name in ("naive", "sdpa", "flash2")]
     (folders[2] / "config.yaml").unlink()
     runs = read_runs(list(map(str, folders)))
-    assert differing(runs) == ["attention.name", "attention.backend"]
-    shared = in_common(runs)
+    assert differences(runs).columns == ["run", "attention.name", "attention.backend"]
+    shared = {key.text: value.text for key, value in common(runs).rows}
     assert shared["train.max_steps"] == "7" and shared["wandb.tags"] == "null" and "attention.name" not in shared
