@@ -8,12 +8,15 @@ import pytest
 
 from bench import quality
 from bench.quality import QualitySettings
+from bench.training import trainers
 from errors import UserError
 
 
 @pytest.fixture
-def tokens(tmp_path):
-    ids = np.random.default_rng(0).integers(0, 50257, 4000).astype(np.uint16)
+def tokens(tmp_path, monkeypatch):
+    for module in (quality, trainers):
+        monkeypatch.setattr(module, "VOCABULARY", 1000)
+    ids = np.random.default_rng(0).integers(0, 1000, 4000).astype(np.uint16)
     for split in ("train", "val"):
         ids.tofile(tmp_path / f"{split}.bin")
     return tmp_path

@@ -1,22 +1,33 @@
-"""bench.scaling without a GPU: two processes train a tiny model. Their times are not checked."""
+"""bench.scaling without a GPU: torchrun trains a tiny model. Its times are not checked."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from bench import scaling
+from bench.common.timing import Cpu
 from bench.scaling import ScalingCell, ScalingSettings
 from errors import UserError
 
 
-def test_a_row_of_two_processes(tmp_path, monkeypatch):
-    monkeypatch.setitem(scaling.CELLS, "tiny", ScalingCell("gpt2-nano", 64, 2, "fsdp"))
+def test_a_row_of_a_process(tmp_path, monkeypatch):
+    monkeypatch.setitem(scaling.CELLS, "tiny", ScalingCell("gpt2-nano", 16, 1, "fsdp"))
     out = tmp_path / "scaling.json"
-    given = {"cells": ["tiny"], "gpus": [2], "steps": 1, "rounds": 2, "device": "cpu", "out": out}
+    given = {"cells": ["tiny"], "gpus": [1], "steps": 1, "rounds": 2, "device": "cpu", "out": out}
     scaling.run(ScalingSettings(**given))
     (row,) = json.loads(out.read_text())["rows"]
-    assert (row["status"], row["message"], row["gpus"], row["linear"]) == ("ok", None, 2, None)
+    assert (row["status"], row["message"], row["gpus"], row["linear"]) == ("ok", None, 1, 1)
     assert len(row["samples"]) == 2 and row["peak_gib"] is None and row["tflops"] > 0 and row["mfu"] is None
+
+
+def test_the_speed_is_that_of_all_processes(monkeypatch):
+    monkeypatch.setattr(scaling, "ours", lambda *_, world: SimpleNamespace(step=lambda batch: None))
+    times = iter([7000.0, 100.0, 400.0, 200.0])  # the first step, and three windows
+    monkeypatch.setattr(Cpu, "milliseconds", lambda self, call, calls, spin_ms: next(times))
+    row = scaling.measure(ScalingCell("gpt2", 1000, 3, "ddp"), 1, 3, "cpu", SimpleNamespace(size=4))
+    assert row["first_step_s"] == 7 and row["samples"] == pytest.approx([120_000, 30_000, 60_000])
+    assert row["tokens_per_second"] == pytest.approx(60_000) and row["ms"] == 200
 
 
 def test_linear_is_relative_to_the_speed_of_one_gpu():
