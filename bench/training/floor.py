@@ -6,14 +6,14 @@ its power limit a GPU runs these products slower than the same products between 
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import torch
 
 from bench.attention.contenders import bind, draw_inputs
 from bench.attention.shapes import AttentionShape
-from bench.common.timing import Gpu, recorded, sampler_of
+from bench.common.timing import Gpu, median_milliseconds, recorded
 from bench.training.steps import Finalist, complete, empty_row, steps_of
 from bench.training.trainers import DTYPE, PADDED, Trainer, TrainingCell
 from model.attention import Attention
@@ -63,13 +63,8 @@ def fastest(shape: AttentionShape, variants: dict[str, Attention], gpu: Gpu) -> 
     """Return the name of the variant with the fastest forward and backward together."""
     data, times = draw_inputs(shape, gpu.device), {}
     for name, attend in variants.items():
-        try:
-            call = bind(name, attend, shape, data).call("both")
-            call()
-            sampler, _ = sampler_of(call, gpu)
-            times[name] = min(sampler.sample(gpu) for _ in range(3))
-        except (ValueError, RuntimeError):
-            continue  # This variant does not support the shape.
+        with suppress(ValueError, RuntimeError):  # of a variant that does not support the shape
+            [times[name]] = median_milliseconds([bind(name, attend, shape, data).call("both")], gpu, rounds=3)
     return min(times, key=times.get)
 
 

@@ -1,8 +1,7 @@
 """How training steps are measured: each trainer alone at a cell's micro-batches, then the best of each in turn."""
 
-import math
+import itertools
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -98,23 +97,16 @@ def search(
     return rows, best
 
 
-def alternate(cell: TrainingCell, finalists: list[Finalist], rounds: int, gpu: Gpu, until: float = math.inf) -> None:
-    """Take one sample of each finalist per round, and complete the rows with the medians.
-
-    No round except the first begins after `until`, a time of time.monotonic().
-    """
+def alternate(cell: TrainingCell, finalists: list[Finalist], rounds: int, gpu: Gpu) -> None:
+    """Take one sample of each finalist per round, and complete the rows with the medians."""
     timed = [finalist for finalist in finalists if finalist.steps]
-    for number in range(rounds):
-        if number and time.monotonic() > until:
-            print(f"  time is over after {number} of {rounds} rounds")
-            break
-        for finalist in timed:
-            if finalist.row["status"] == "ok":
-                step = partial(finalist.job.step, finalist.row["batch_size"])
-                with recorded([finalist.row], gpu), finalist.job.alone():
-                    step()  # The first step after resume() does not use CUDA graphs.
-                    finalist.samples.append(gpu.milliseconds(step, finalist.steps, spin_ms=0))
-                gpu.release()
+    for finalist in itertools.chain.from_iterable([timed] * rounds):
+        if finalist.row["status"] == "ok":
+            step = partial(finalist.job.step, finalist.row["batch_size"])
+            with recorded([finalist.row], gpu), finalist.job.alone():
+                step()  # The first step after resume() does not use CUDA graphs.
+                finalist.samples.append(gpu.milliseconds(step, finalist.steps, spin_ms=0))
+            gpu.release()
     for finalist in timed:
         if finalist.row["status"] == "ok":
             complete(finalist.row, cell, statistics.median(finalist.samples))

@@ -4,13 +4,13 @@ All use bf16 autocast, fp32 parameters, fused AdamW and gradient clipping at 1. 
 use torch's AdamW. nanoGPT's model comes from a file that the user names, in the loop of nanoGPT's train.py.
 """
 
-import importlib.util
+import runpy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from omegaconf import OmegaConf
@@ -60,6 +60,10 @@ class TrainingCell:
         shape = ModelConfig(**OmegaConf.load(files[self.model]))
         return replace(shape, context_length=self.context_length, vocab_size=VOCABULARY)
 
+    def sizes(self) -> dict[str, int]:
+        """Return the sizes that all trainers name alike."""
+        return {key: getattr(self.shape(), key) for key in ("n_layer", "n_head", "n_embd")}
+
 
 @dataclass(frozen=True)
 class Trainer:
@@ -75,15 +79,14 @@ class Trainer:
 
 
 class Job:
-    """A model with its optimizer. Only one job at a time holds its memory; the others are parked."""
+    """A model with its optimizer. step(batch) takes one optimizer step of `batch` sequences.
+
+    Only one job at a time holds its memory; the others are parked.
+    """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
         self.model, self.optimizer = model, optimizer
         self.parked: list[tuple[torch.UntypedStorage, int]] = []
-
-    def step(self, batch: int) -> object:
-        """Take one optimizer step of `batch` sequences."""
-        raise NotImplementedError
 
     def park(self) -> None:
         """Free the memory of weights and moments."""
@@ -214,14 +217,12 @@ class PeerJob(Job):
         self.optimizer.zero_grad(set_to_none=True)
 
 
-def load_nanogpt(path: Path):
-    """Return nanoGPT's model.py as a module. Any other file raises a UserError."""
+def load_nanogpt(path: Path) -> SimpleNamespace:
+    """Return what nanoGPT's model.py defines. Any other file raises a UserError."""
     if not path.is_file():
         raise UserError(f"nanogpt={path} does not exist; {NANOGPT_REMEDY}")
-    loader = SourceFileLoader("nanogpt_model", str(path))
-    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(loader.name, loader))
     try:
-        loader.exec_module(module)
+        module = SimpleNamespace(**runpy.run_path(str(path)))
     except Exception as error:  # The file can raise anything.
         raise UserError(f"nanogpt={path} cannot be run as Python ({described(error)}); {NANOGPT_REMEDY}") from error
     if not (hasattr(module, "GPT") and hasattr(module, "GPTConfig")):
@@ -229,11 +230,10 @@ def load_nanogpt(path: Path):
     return module
 
 
-def nanogpt(cell: TrainingCell, trainer: Trainer, device: str, module) -> PeerJob:
+def nanogpt(cell: TrainingCell, trainer: Trainer, device: str, module: SimpleNamespace) -> PeerJob:
     """Return the job of nanoGPT's GPT, with biases. Naive attention is its branch for a torch without SDPA."""
-    shape = cell.shape()
-    sizes = {"n_layer": shape.n_layer, "n_head": shape.n_head, "n_embd": shape.n_embd}
-    config = module.GPTConfig(block_size=cell.context_length, vocab_size=PADDED, dropout=0.0, bias=True, **sizes)
+    sizes = cell.sizes() | {"block_size": cell.context_length, "vocab_size": PADDED}
+    config = module.GPTConfig(dropout=0.0, bias=True, **sizes)
     with torch.device(device):
         model = module.GPT(config)
     if trainer.attention == "naive":
@@ -248,9 +248,7 @@ def huggingface(cell: TrainingCell, trainer: Trainer, device: str) -> PeerJob:
     """Return the job of transformers' GPT2LMHeadModel, which calls naive attention eager."""
     from transformers import GPT2Config, GPT2LMHeadModel  # optional, and slow to import
 
-    shape = cell.shape()
-    sizes = {"n_layer": shape.n_layer, "n_head": shape.n_head, "n_embd": shape.n_embd}
-    sizes |= {"n_positions": cell.context_length, "vocab_size": PADDED}
+    sizes = cell.sizes() | {"n_positions": cell.context_length, "vocab_size": PADDED}
     config = GPT2Config(resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, use_cache=False, **sizes)
     config._attn_implementation = {"naive": "eager", "sdpa": "sdpa"}[trainer.attention]
     with torch.device(device):
