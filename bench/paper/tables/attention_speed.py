@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from matplotlib.figure import Figure
-from model.attention.libraries import is_installed
 
 from bench.attention.charts import LOOKS, PANELS, TITLES, figure_of
 from bench.attention.measurement import measure_shape
@@ -14,6 +13,7 @@ from bench.common.formatting import table, whole_speed
 from bench.common.timing import Gpu
 from bench.paper.attentions import attention_named
 from bench.paper.settings import PaperSettings
+from model.attention.custom import is_installed
 
 TITLE = "FlashAttention-2's figures 4 to 7: attention alone"
 VARIANTS = "naive", "pytorch", "fused_softmax", "flash1", "sdpa_flash", "triton", "flash2"
