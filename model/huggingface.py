@@ -27,7 +27,7 @@ REQUIRED = {
     "tie_word_embeddings": (True,),
 }
 SIZES = ("n_layer", "n_head", "n_embd", "vocab_size")
-IGNORED = ("attn.bias", "attn.masked_bias", "lm_head.weight")  # masks in old releases, and the tied head
+IGNORED = (".attn.bias", ".attn.masked_bias", "lm_head.weight")  # masks in old releases, and the tied head
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 
