@@ -66,7 +66,8 @@ def build_model(
 ) -> GPT2:
     """Return the model on its device, with random or pretrained weights. A resumed run loads its own weights later."""
     kind = {"head_dim": shape.head_dim, "dtype": compute.dtype, "dropout_p": shape.dropout, "documents": document_mask}
-    check_attention(attention, device=compute.device, context_length=shape.context_length, **kind)
+    kind |= {"context_length": shape.context_length, "sampling": settings.sample_tokens > 0}
+    check_attention(attention, device=compute.device, **kind)
     torch.manual_seed(settings.seed)
     model = GPT2(shape, build_attention(attention), settings.activation_checkpointing)
     if shape.pretrained is not None and not is_resumed:

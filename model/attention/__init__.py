@@ -73,8 +73,12 @@ def check_attention(
     device: torch.device,
     context_length: int,
     documents: bool = False,
+    sampling: bool = False,
 ) -> None:
-    """Run the variant forward and backward once on a few tokens, to find out before training what it cannot do."""
+    """Run the variant on a few tokens, to find out before training what it cannot do.
+
+    It runs forward and backward, and if `sampling` is asked for, once with a single query.
+    """
     attention = build_attention(config)
     attention.check_length(context_length)
     asked = [("dropout_p", dropout_p, "model.dropout=0"), ("cu_seqlens", documents, "data.document_mask=false")]
@@ -85,24 +89,28 @@ def check_attention(
     options = {"causal": True, "scale": 1.0, "dropout_p": dropout_p}
     if documents:
         options["cu_seqlens"] = torch.tensor([0, 9, 64], dtype=torch.int32, device=device)
+    task = f"run on {device.type} with head_dim {head_dim}, {dtype}, dropout {dropout_p} and data.document_mask="
+    task, remedy = task + str(documents).lower(), attention.remedy
     try:
-        _run_once(attention, qkv, options)
+        out = _run_once(attention, *qkv.unbind(2), **options)
+        if not out.requires_grad:
+            raise ValueError("the output has no gradient; wrap a kernel in torch.autograd.Function")
+        out.backward(torch.ones_like(out))
+        if sampling:
+            task = "sample with one query, 64 keys and causal=False"
+            remedy += ", or train with train.sample_tokens=0"
+            q, k, v = qkv.detach().unbind(2)
+            _run_once(attention, q[:, -1:], k, v, causal=False, scale=1.0)
     except attention.refusals as error:
         if is_of_memory(error):  # the remedies are others
             raise
-        raise UserError(
-            f"{config} cannot run on {device.type} with head_dim {head_dim}, {dtype}, dropout {dropout_p} and "
-            f"data.document_mask={str(documents).lower()} ({attention.explain(error)}); {attention.remedy}"
-        ) from error
+        raise UserError(f"{config} cannot {task} ({attention.explain(error)}); {remedy}") from error
 
 
-def _run_once(attention: Attention, qkv: Tensor, options: dict) -> None:
-    q, k, v = qkv.unbind(2)
+def _run_once(attention: Attention, q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
     out = attention(q, k, v, **options)
     found = f"{tuple(out.shape)} {out.dtype}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
     expected = f"{tuple(q.shape)} {q.dtype}"
     if found != expected:
         raise ValueError(f"the output is {found} and should be {expected}")
-    if not out.requires_grad:
-        raise ValueError("the output has no gradient; wrap a kernel in torch.autograd.Function")
-    out.backward(torch.ones_like(out))
+    return out

@@ -34,10 +34,13 @@ class Custom(Attention):
 
     def __init__(self, name: str, function: Callable[..., Tensor]):
         self.name, self.function = name, function
-        self.keywords = accepted_keywords(function)
-        for keyword in ("causal", "scale"):
-            if keyword not in self.keywords:
-                raise UserError(f"{name} has no parameter {keyword}; define it as (q, k, v, *, causal, scale)")
+        required = {"causal", "scale"}
+        if problem := _misfit(function, required):
+            raise UserError(
+                f"{name} cannot be called as (q, k, v, causal=..., scale=...) ({problem}); define it as "
+                "(q, k, v, *, causal, scale)"
+            )
+        self.keywords = frozenset(word for word in Attention.keywords if not _misfit(function, required | {word}))
 
     def __call__(self, q, k, v, *, causal, scale, dropout_p=0.0, cu_seqlens=None) -> Tensor:
         options = {"causal": causal, "scale": scale}
@@ -58,14 +61,17 @@ class Custom(Attention):
         return described(error) + place
 
 
-def accepted_keywords(function: Callable) -> frozenset[str]:
-    """Return which options of the protocol a function accepts; all of them if Python knows no signature of it."""
+def _misfit(function: Callable, keywords: set[str]) -> str | None:
+    """Return why a function cannot be called with q, k, v and these keywords; None if it can, or if nobody knows."""
     try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return Attention.keywords
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    return Attention.keywords if takes_all else Attention.keywords & parameters.keys()
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # Python knows no signatures of some compiled functions
+        return None
+    try:
+        signature.bind(None, None, None, **dict.fromkeys(keywords))
+    except TypeError as error:
+        return str(error)
+    return None
 
 
 def load_function(name: str, key: str = "function") -> Callable[..., Tensor]:

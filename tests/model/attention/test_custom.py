@@ -37,6 +37,31 @@ def without_scale(q, k, v, *, causal):
     return v
 
 
+def of_tensors_alone(q, k, v):
+    return v
+
+
+def by_position(q, k, v, causal, scale, /):
+    return v
+
+
+def of_one_tensor(q, *, causal, scale):
+    return q
+
+
+def with_more(q, k, v, needed, *, causal, scale):
+    return v
+
+
+def with_any(*tensors, **options):
+    return attention(*tensors, **{key: options[key] for key in ("causal", "scale")})
+
+
+def of_training(q, k, v, *, causal, scale):
+    assert q.shape == k.shape, "no kernel for this shape"
+    return attention(q, k, v, causal=causal, scale=scale)
+
+
 def fails(q, k, v, *, causal, scale):
     return undefined_name
 
@@ -123,7 +148,17 @@ def test_a_name_that_leads_to_no_function_is_refused(name, message):
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("without_scale", "has no parameter scale; define it as"),
+        (
+            "without_scale",
+            r"cannot be called as .* unexpected keyword argument 'scale'.; define it as \(q, k, v, \*",
+        ),
+        (
+            "of_tensors_alone",
+            r"cannot be called as \(q, k, v, causal=..., scale=...\) .got an unexpected keyword",
+        ),
+        ("by_position", "cannot be called as .*keyword.*; define it as"),
+        ("of_one_tensor", "cannot be called as .*too many positional arguments.; define it as"),
+        ("with_more", "cannot be called as .*missing a required argument: 'needed'.; define it as"),
         ("fails", r"NameError: name 'undefined_name' is not defined in line \d+ of my_kernels.py.; fix the function"),
         ("of_another_shape", r"the output is \(1, 2, 64, 16\) torch.float32 and should be \(1, 64, 2, 16\)"),
         ("of_another_dtype", r"torch.float64 and should be \(1, 64, 2, 16\) torch.float32"),
@@ -137,6 +172,18 @@ def test_a_function_that_cannot_train_is_refused_in_a_sentence_with_its_name(fun
         check_attention(custom(function), **CHECK)
     assert f"attention.function=my_kernels:{function}" in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+def test_a_function_of_any_arguments_is_accepted_with_every_option():
+    check_attention(custom("with_any"), **CHECK | {"dropout_p": 0.1, "documents": True, "sampling": True})
+
+
+def test_a_function_that_cannot_sample_is_refused_only_if_samples_are_asked_for():
+    """It once ended a finished run with a traceback."""
+    check_attention(custom("of_training"), **CHECK)
+    message = "cannot sample with one query, 64 keys and causal=False .AssertionError: no kernel.*train.sample_tokens=0"
+    with pytest.raises(UserError, match=message):
+        check_attention(custom("of_training"), **CHECK | {"sampling": True})
 
 
 def test_the_traceback_of_the_users_code_is_kept():
