@@ -4,12 +4,13 @@ import shlex
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from model import generate as generation
 from model.attention import BUILT_IN
-from tests.e2e import run
+from tests.e2e import run, train
 
 pytest_plugins = ["tests.e2e"]
 
@@ -55,6 +56,25 @@ def test_examples_of_help_run(trained):
     for line in lines:
         options = [option for option in shlex.split(line)[2:] if not option.startswith("checkpoint=")]
         sample(f"checkpoint={trained}", *options).ok()
+
+
+def test_a_pattern_belongs_to_the_checkpoint_and_not_to_its_file(workplace):
+    """The file may be moved, deleted or changed. Another matrix is refused."""
+    shape = ("model.context_length=256", "attention=block_sparse", "attention.pattern=mine.npy")
+    options = ("checkpoint=run", "attention=block_sparse", "temperature=0", "max_tokens=3")
+    np.save("mine.npy", np.eye(2, dtype=bool))
+    train("run", "train.max_steps=1", *shape).ok()
+    Path("mine.npy").rename("moved.npy")
+    train("run", "train.max_steps=2", "checkpoint.resume=run", *shape).ok()
+    text = sample(*options, "attention.pattern=moved.npy").ok().out
+    assert sample(*options, "attention.pattern=mine.npy").ok().out == text
+    np.save("mine.npy", np.ones((2, 2), dtype=bool))
+    changed = sample(*options, "attention.pattern=mine.npy").ok().out
+    assert changed.endswith(text) and "attention.pattern=mine.npy has changed; using the matrix in" in changed
+    for other in ("butterfly", "other.npy"):
+        np.save("other.npy", np.ones((2, 2), dtype=bool))
+        refused = sample(*options, f"attention.pattern={other}")
+        assert refused.code == 2 and "was trained with attention=block_sparse attention.pattern=mine.npy" in refused.err
 
 
 def test_text_streams_token_by_token(trained, monkeypatch):

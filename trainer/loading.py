@@ -1,11 +1,12 @@
 """Loading a trained model: from a checkpoint, or from a Hugging Face folder or hub id."""
 
-from os.path import realpath
 from pathlib import Path
+
+import torch
 
 from data.tokenizers import vocab_size
 from errors import UserError
-from model.attention import SPARSE_KEYS, AttentionConfig, build_attention
+from model.attention import SPARSE_KEYS, AttentionConfig, BlockSparseConfig, build_attention
 from model.gpt2 import GPT2, ModelConfig
 from model.huggingface import WEIGHTS, find_pretrained, load_pretrained, read_config
 from trainer.checkpoint.files import State
@@ -37,6 +38,16 @@ def sparsity_setting(state: State) -> str:
     return " ".join(f"attention={SPARSE_KEYS[key]} attention.{key}={value}" for key, value in sparsity(state).items())
 
 
+def _is_sparse_alike(attention: AttentionConfig, state: State) -> bool:
+    """Return whether `attention` leaves out the pairs of tokens that the model was trained without."""
+    trained = sparsity(state)
+    if "pattern" in trained and isinstance(attention, BlockSparseConfig):  # several files can hold the same matrix
+        length = state["model_config"]["context_length"]
+        own = build_attention(BlockSparseConfig(pattern=trained["pattern"]))
+        return torch.equal(build_attention(attention).blocks(length), own.blocks(length))
+    return all(getattr(attention, key, None) == value for key, value in trained.items())
+
+
 def load_model(
     source: str, attention: AttentionConfig, activation_checkpointing: str = "none", any_pairs: bool = False
 ) -> tuple[GPT2, str]:
@@ -45,8 +56,7 @@ def load_model(
     path = Path(source)
     if path.exists() and not (path / WEIGHTS).is_file():
         state = load(path)
-        given = ((str(value), str(getattr(attention, key, None))) for key, value in sparsity(state).items())
-        if not any_pairs and any(realpath(then) != realpath(now) for then, now in given):  # a file has several paths
+        if not any_pairs and not _is_sparse_alike(attention, state):
             raise UserError(
                 f"checkpoint={source} was trained with {sparsity_setting(state)}, but attention={attention.name} "
                 f"leaves out other pairs of tokens, or none; set {sparsity_setting(state)}"

@@ -46,6 +46,7 @@ class TrainState:
         return {
             "model": weights,
             "model_config": asdict(self.model.config),
+            "pattern": self.model.attention.matrix,
             "optimizer": self.optimizer.state_dict(),
             "parameters": [names[p] for group in groups for p in group["params"]],  # in the optimizer's order
             "scaler": self.scaler.state_dict(),

@@ -19,7 +19,7 @@ from model.attention.exact import (
     SdpaConfig,
 )
 from model.attention.protocol import Attention, AttentionConfig, split_projection
-from model.attention.sparse import BlockSparseConfig, LocalConfig
+from model.attention.sparse import BlockSparseConfig, LocalConfig, restore_pattern
 
 _EXACT = NaiveConfig, SdpaConfig, FusedSoftmaxConfig, Flash1Config, Flash2Config
 _OTHERS = LocalConfig, BlockSparseConfig, CustomConfig, FlexConfig, Fa2Config, Fa3Config, Fa4Config

@@ -20,6 +20,8 @@ class Attention:
     """The exceptions that a call raises if it cannot do what it is asked."""
     remedy = "choose another attention"
     """The advice to the user after a refusal."""
+    matrix: Tensor | None = None
+    """What the variant reads from a file, which belongs into checkpoints."""
 
     def __call__(
         self,

@@ -1,6 +1,7 @@
 """flash2 with pairs of tokens left out: a sliding window, or a pattern of blocks."""
 
 from dataclasses import dataclass
+from os.path import realpath
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +40,9 @@ class BlockSparse(Attention):
 
     def __init__(self, pattern: str, deterministic: bool | None = None):
         self.pattern, self.deterministic = pattern, deterministic
-        self.matrix = None if pattern == "butterfly" else _read_matrix(pattern)
+        if pattern != "butterfly":
+            restored = _of_checkpoints.get(realpath(pattern))
+            self.matrix = _read_matrix(pattern) if restored is None else restored
         self.cached_lists: dict[tuple, Tensor] = {}
         torch.compiler.assume_constant_result(BlockSparse.lists)  # here, because its import takes two seconds
 
@@ -75,16 +78,34 @@ class BlockSparse(Attention):
         return pairs[self.blocks(seq_len)].sum().item() / _causal_pairs(seq_len)
 
     def check_length(self, context_length: int) -> None:
-        n = -(-context_length // BLOCK)
-        if self.matrix is not None and len(self.matrix) < n:
+        n, blocks = -(-context_length // BLOCK), self.blocks(context_length)
+        if len(blocks) < n:
             raise UserError(
-                f"attention.pattern={self.pattern} has {len(self.matrix)} blocks of {BLOCK} tokens, but "
-                f"{context_length} tokens need {n}; give a larger pattern or a shorter model.context_length"
+                f"attention.pattern={self.pattern} has {len(blocks)} blocks of {BLOCK} tokens, but {context_length} "
+                f"tokens need {n}; give a larger pattern or a shorter model.context_length"
+            )
+        if empty := [row for row in range(n) if not blocks[row, : row + 1].any()]:
+            raise UserError(
+                f"attention.pattern={self.pattern} keeps no block up to the diagonal in row {empty[0]}, whose tokens "
+                "would see nothing; keep at least the diagonal"
             )
 
 
 def _causal_pairs(seq_len: int) -> int:
     return seq_len * (seq_len + 1) // 2
+
+
+_of_checkpoints: dict[str, Tensor] = {}
+"""The matrices of the checkpoints that this process has loaded, by the path of their file."""
+
+
+def restore_pattern(path: str, matrix: Tensor) -> bool:
+    """Let attention.pattern=`path` mean the matrix of a checkpoint. Return whether the file holds another one now."""
+    _of_checkpoints[realpath(path)] = matrix
+    try:
+        return Path(path).is_file() and not torch.equal(_read_matrix(path), matrix)
+    except UserError:  # the file is not a matrix any more
+        return True
 
 
 def _read_matrix(path: str) -> Tensor:

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from errors import UserError, is_of_memory
+from model.attention import restore_pattern
 from trainer.checkpoint.files import CheckpointError, State
 from trainer.checkpoint.folder import candidates, find, read_checked
 from trainer.checkpoint.sharded import read_parts
@@ -31,7 +32,13 @@ def load(source: str | Path, key: str = "checkpoint", tell: Callable[[str], None
             continue
         if refused:
             tell(f"{'; '.join(map(str, refused))}; using {path} instead")
-        return state | {"path": str(path)}
+        state |= {"path": str(path)}
+        if state.get("pattern") is not None:  # it takes the place of the file that attention.pattern names
+            with of_this_version(state):
+                pattern = state["config"]["attention"]["pattern"]
+                if restore_pattern(pattern, state["pattern"]):
+                    tell(f"attention.pattern={pattern} has changed; using the matrix in {path}")
+        return state
     if refused:
         raise UserError(f"{'; '.join(map(str, refused))}; give another one with {key}=")
     raise UserError(

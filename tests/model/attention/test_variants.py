@@ -214,8 +214,11 @@ def test_a_pattern_from_a_file_is_taken_as_it_is(tmp_path):
         (np.ones((2, 3), bool), "does not hold a square boolean matrix"),
         (np.ones((2, 2)), "does not hold a square boolean matrix"),
         (np.ones((2, 2), bool), "has 2 blocks of 128 tokens, but 300 tokens need 3"),
+        (np.tri(3, k=-1, dtype=bool), "keeps no block up to the diagonal in row 0, .*keep at least the diagonal"),
+        (np.diag([True, False, True]), "keeps no block up to the diagonal in row 1"),
+        (~np.tri(4, dtype=bool) | np.diag([True, True, False, True]), "keeps no block up to the diagonal in row 2"),
     ],
-    ids=["missing", "garbage", "oblong", "numbers", "too_small"],
+    ids=["missing", "garbage", "oblong", "numbers", "too_small", "first_row", "empty_row", "only_later_keys"],
 )
 def test_patterns_that_do_not_fit_are_refused(tmp_path, contents, message):
     path = tmp_path / "pattern.npy"
