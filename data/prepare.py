@@ -50,12 +50,12 @@ def prepare(config: DataConfig, *, log: Log = print) -> None:
     if config.source is None:
         if _is_prepared(folder, settings):  # without looking for the hub's files, which may be deleted
             return log(done)
-        get_tokenizer(config.tokenizer)  # fail before gigabytes are downloaded
+        get_tokenizer(config.tokenizer, ", or data.tokenizer=byte")  # fail before gigabytes are downloaded
     corpus = Corpus(source_files(config, log), config)
     settings |= {"files": len(corpus.files), "bytes": sum(corpus.sizes), "names_and_sizes": corpus.fingerprint()}
     if _is_prepared(folder, settings):
         return log(f"{done} and from files of the same names and sizes")
-    tokenizer = get_tokenizer(config.tokenizer)
+    tokenizer = get_tokenizer(config.tokenizer, ", or data.tokenizer=byte")
     rows = held_out = None
     if config.val_files is None:
         rows = corpus.count_rows()

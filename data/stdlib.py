@@ -31,7 +31,7 @@ def build(config: DataConfig) -> None:
         raise UserError(f"{folder} holds another corpus than the standard library; choose another data.dir")
     if meta and meta["source"] == source and meta["tokenizer"] == config.tokenizer and has_files(folder):
         return
-    tokenizer = get_tokenizer(config.tokenizer)
+    tokenizer = get_tokenizer(config.tokenizer, ", or data.tokenizer=byte")
     with TokenWriter(folder, source) as writer:
         for name, text in read_files(files):
             writer.write(split_of(name, config), tokenizer.encode_document(text).tobytes(), 1)

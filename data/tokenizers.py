@@ -75,7 +75,7 @@ class GPT2Tokenizer(Tokenizer):
         except Exception as error:
             raise UserError(
                 f"GPT-2's vocabulary is not cached and cannot be downloaded ({described(error)}); set "
-                "TIKTOKEN_CACHE_DIR to a folder that holds it, or data.tokenizer=byte"
+                "TIKTOKEN_CACHE_DIR to a folder that holds it"
             ) from error
 
     def encode_document(self, text: str) -> np.ndarray:
@@ -100,13 +100,17 @@ class GPT2Tokenizer(Tokenizer):
 TOKENIZERS = {"byte": ByteTokenizer, "gpt2": GPT2Tokenizer}
 
 
-def get_tokenizer(name: str) -> Tokenizer:
+def get_tokenizer(name: str, alternative: str = "") -> Tokenizer:
     """Return the tokenizer called `name`.
 
     Raises:
-        UserError: the name is unknown, or the vocabulary cannot be loaded.
+        UserError: the name is unknown, or the vocabulary cannot be loaded, which `alternative` remedies as well.
     """
-    return _tokenizer_class(name)()
+    tokenizer = _tokenizer_class(name)
+    try:
+        return tokenizer()
+    except UserError as error:
+        raise UserError(f"{error}{alternative}") from error
 
 
 def vocab_size(name: str) -> int:

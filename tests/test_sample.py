@@ -6,11 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiktoken
 import torch
 
 from model import generate as generation
 from model.attention import BUILT_IN
-from tests.e2e import run, train
+from tests.e2e import load, run, train
+from trainer.checkpoint.files import write_file
 
 pytest_plugins = ["tests.e2e"]
 
@@ -75,6 +77,18 @@ def test_a_pattern_belongs_to_the_checkpoint_and_not_to_its_file(workplace):
         np.save("other.npy", np.ones((2, 2), dtype=bool))
         refused = sample(*options, f"attention.pattern={other}")
         assert refused.code == 2 and "was trained with attention=block_sparse attention.pattern=mine.npy" in refused.err
+
+
+def test_a_missing_vocabulary_names_only_what_helps_here(trained, tmp_path, monkeypatch):
+    def unreachable(name):
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(tiktoken, "get_encoding", unreachable)
+    state = load(trained / "checkpoints" / "step-00000030.pt") | {"tokenizer": "gpt2"}
+    write_file(tmp_path / "step-00000030.pt", state)
+    outcome = sample(f"checkpoint={tmp_path}")
+    (sentence,) = outcome.err.splitlines()
+    assert outcome.code == 2 and sentence.endswith("set TIKTOKEN_CACHE_DIR to a folder that holds it")
 
 
 def test_text_streams_token_by_token(trained, monkeypatch):
