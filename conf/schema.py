@@ -57,7 +57,7 @@ class SampleConfig(ComputeConfig):
     """Settings of `python sample.py`."""
 
     checkpoint: str = MISSING
-    """A checkpoint file, a run's folder, or a Hugging Face GPT-2 (a folder with model.safetensors, or a hub id)."""
+    """A checkpoint file, a run's folder, or a Hugging Face GPT-2 (a folder of save_pretrained, or a hub id)."""
     prompt: str = ""
     """Text to continue; empty starts a new document."""
     num_samples: int = 1
@@ -88,7 +88,7 @@ class EvaluateConfig(ComputeConfig):
     """Settings of `python evaluate.py`."""
 
     checkpoint: str = MISSING
-    """A checkpoint file, a run's folder, or a Hugging Face GPT-2 (a folder with model.safetensors, or a hub id)."""
+    """A checkpoint file, a run's folder, or a Hugging Face GPT-2 (a folder of save_pretrained, or a hub id)."""
     data: DataConfig = MISSING
     attention: AttentionConfig = MISSING
     context_length: int | None = None

@@ -8,12 +8,12 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from safetensors import SafetensorError
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import pad
 
-from errors import UserError
+from errors import UserError, described
 from model.gpt2 import GPT2, ModelConfig
 
 # The options of a GPT-2 configuration that model/gpt2.py implements; the first value is the default.
@@ -30,30 +30,48 @@ SIZES = ("n_layer", "n_head", "n_embd", "vocab_size")
 IGNORED = (".attn.bias", ".attn.masked_bias", "lm_head.weight")  # masks in old releases, and the tied head
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
+FORMATS = WEIGHTS, f"{WEIGHTS}.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"
+"""Files that hold the weights, or that list the files which hold them. The first one in a folder counts."""
+
+
+def is_pretrained(path: Path) -> bool:
+    """Return whether a file or folder is meant as Hugging Face's, even if it is incomplete."""
+    return path.name in FORMATS or (path / CONFIG).is_file() or _weights_of(path) is not None
+
+
+def _weights_of(folder: Path) -> Path | None:
+    return next((folder / name for name in FORMATS if (folder / name).is_file()), None)
 
 
 def find_pretrained(source: str, key: str = "model.pretrained") -> Path:
-    """Return the folder of config.json and model.safetensors: `source` itself, or a download of that hub id.
+    """Return the folder of config.json and the weights: `source` itself, or a download of that hub id.
 
     `key` is the setting that messages name.
     """
     folder = Path(source).expanduser()
     if not folder.is_dir():
-        if source.startswith(("/", ".", "~")):  # not a hub id
+        if folder.exists() or source.startswith(("/", ".", "~")):  # not a hub id
             problem = "is not a folder" if folder.exists() else "does not exist"
             raise UserError(f"{key}={source} {problem}; give a folder saved by save_pretrained, or a hub id")
         from huggingface_hub import snapshot_download  # slow to import
 
         try:
-            folder = Path(snapshot_download(source, allow_patterns=[CONFIG, WEIGHTS], etag_timeout=10))
+            for weights in ("model*.safetensors*", "pytorch_model*"):
+                folder = Path(snapshot_download(source, allow_patterns=[CONFIG, weights], etag_timeout=10))
+                if _weights_of(folder):
+                    break
         except Exception as error:  # the hub's client raises a dozen types
             raise UserError(
                 f"{key}={source} is not a folder, and the hub did not give such a model ({type(error).__name__}); "
                 "check the name and the network, or give a folder saved by save_pretrained"
             ) from error
-    for name in (CONFIG, WEIGHTS):
-        if not (folder / name).is_file():
-            raise UserError(f"{key}={source} has no {name}; give a folder saved by save_pretrained")
+    if not (folder / CONFIG).is_file():
+        raise UserError(f"{key}={source} has no {CONFIG}; give a folder saved by save_pretrained")
+    if _weights_of(folder) is None:
+        raise UserError(
+            f"{key}={source} has no {WEIGHTS} or pytorch_model.bin, in one file or in shards; load the model with "
+            "transformers and save it with save_pretrained"
+        )
     return folder
 
 
@@ -82,13 +100,9 @@ def load_pretrained(model: GPT2, folder: Path) -> None:
 
     A shorter context takes the first positions. The padding of the token table is zero.
     """
-    try:
-        weights = load_file(folder / WEIGHTS)
-    except SafetensorError as error:
-        raise UserError(f"{folder / WEIGHTS} is broken ({error}); download or export it again") from error
     weights = {
         name.removeprefix("transformer."): weight.T if name.endswith(TRANSPOSED) else weight
-        for name, weight in weights.items()
+        for name, weight in _read_weights(folder).items()
         if not name.endswith(IGNORED)
     }
     shape = model.config
@@ -100,8 +114,23 @@ def load_pretrained(model: GPT2, folder: Path) -> None:
     except RuntimeError as error:
         difference = str(error).splitlines()[1].strip()
         raise UserError(
-            f"{folder / WEIGHTS} is not the GPT-2 that {CONFIG} describes ({difference}); give a complete folder"
+            f"{_weights_of(folder)} is not the GPT-2 that {CONFIG} describes ({difference}); give a complete folder"
         ) from error
+
+
+def _read_weights(folder: Path) -> dict[str, Tensor]:
+    path, weights = _weights_of(folder), {}
+    try:
+        files = [path]
+        if path.suffix == ".json":
+            files = [folder / name for name in sorted(set(json.loads(path.read_text())["weight_map"].values()))]
+        for path in files:
+            is_pickle = path.suffix != ".safetensors"
+            weights |= torch.load(path, map_location="cpu", weights_only=True) if is_pickle else load_file(path)
+    except Exception as error:  # a foreign file raises anything from KeyError to UnpicklingError
+        why = described(error).partition(". ")[0]  # the other sentences of torch.load advise to run foreign code
+        raise UserError(f"{path} is broken ({why}); download or export it again") from error
+    return weights
 
 
 def save_pretrained(config: ModelConfig, weights: dict[str, Tensor], folder: Path, eot: int) -> None:

@@ -117,13 +117,22 @@ def test_hugging_face_folder_is_sampled_with_gpt2s_vocabulary(tmp_path, gpt2_tok
     torch.manual_seed(0)
     shape = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=32, n_positions=64)
     model = transformers.GPT2LMHeadModel(shape).eval()
-    model.save_pretrained(tmp_path / "gpt2")
+    model.save_pretrained(tmp_path / "gpt2", max_shard_size="1MB")
+    assert len(list((tmp_path / "gpt2").glob("*.safetensors"))) > 1
     prompt = "Once upon a time"
     expected = gpt2_tokenizer.encode(prompt)
     for _ in range(10):
         expected.append(int(model(torch.tensor([expected])).logits[0, -1].argmax()))
     outcome = sample(f"checkpoint={tmp_path / 'gpt2'}", f"prompt={prompt}", "temperature=0", "max_tokens=10").ok()
     assert outcome.out.rstrip("\n") == gpt2_tokenizer.decode(expected).rstrip("\n")
+
+
+@pytest.mark.parametrize("name", ["config.json", "pytorch_model.bin"])
+def test_an_incomplete_hugging_face_folder_is_told_what_it_lacks(tmp_path, name):
+    (tmp_path / name).write_text("{}")
+    (sentence,) = sample(f"checkpoint={tmp_path}").err.splitlines()
+    lacks = {"config.json": "model.safetensors or pytorch_model.bin", "pytorch_model.bin": "config.json"}[name]
+    assert f"checkpoint={tmp_path} has no {lacks}" in sentence and "save_pretrained" in sentence
 
 
 def test_exported_model_of_bytes_is_not_sampled_with_gpt2s_vocabulary(trained, exported, gpt2_tokenizer):

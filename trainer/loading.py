@@ -8,7 +8,7 @@ from data.tokenizers import vocab_size
 from errors import UserError
 from model.attention import SPARSE_KEYS, AttentionConfig, BlockSparseConfig, build_attention
 from model.gpt2 import GPT2, ModelConfig
-from model.huggingface import WEIGHTS, find_pretrained, load_pretrained, read_config
+from model.huggingface import find_pretrained, is_pretrained, load_pretrained, read_config
 from trainer.checkpoint.files import State
 from trainer.checkpoint.load import load, of_this_version
 
@@ -54,7 +54,7 @@ def load_model(
     """Return the model of a checkpoint, a Hugging Face folder or a hub id, and the name of its tokenizer. Unless
     `any_pairs`, it must be run with the sparsity of its training."""
     path = Path(source)
-    if path.exists() and not (path / WEIGHTS).is_file():
+    if path.exists() and not is_pretrained(path):
         state = load(path)
         if not any_pairs and not _is_sparse_alike(attention, state):
             raise UserError(

@@ -15,6 +15,8 @@ from model.attention import EXACT, VARIANTS, build_attention
 from model.gpt2 import GPT2, ModelConfig
 from model.huggingface import CONFIG, WEIGHTS, find_pretrained, load_pretrained, read_config, save_pretrained
 
+BIN = "pytorch_model.bin"
+
 SHAPE = {"n_layer": 3, "n_head": 3, "n_embd": 48, "n_positions": 64, "vocab_size": 211}
 
 
@@ -128,6 +130,65 @@ def test_the_padding_of_an_imported_table_is_zero(released):
     assert torch.all(table[211:] == 0)
 
 
+@pytest.fixture
+def sharded(copy) -> Path:
+    """The released folder with its weights in two shards and an index."""
+    weights, places = load_file(copy / WEIGHTS), {}
+    for i, name in enumerate(sorted(weights)):
+        places[name] = f"model-0000{i % 2 + 1}-of-00002.safetensors"
+    for shard in set(places.values()):
+        save_file({name: weights[name] for name in places if places[name] == shard}, copy / shard)
+    (copy / f"{WEIGHTS}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    (copy / WEIGHTS).unlink()
+    return copy
+
+
+def pickled(folder: Path) -> None:
+    """Replace the safetensors of a folder by pickles, as old releases have them."""
+    for path in folder.glob("*.safetensors"):
+        torch.save(load_file(path), folder / f"pytorch_{path.stem}.bin")
+        path.unlink()
+    for path in folder.glob("*.index.json"):
+        text = path.read_text().replace(".safetensors", ".bin").replace("model-", "pytorch_model-")
+        (folder / f"{BIN}.index.json").write_text(text)
+        path.unlink()
+
+
+def test_shards_and_pickles_load(released, copy, sharded):
+    """Both fixtures are one folder."""
+    assert_same_model(load(sharded), released[1])
+    pickled(sharded)
+    assert len(list(sharded.glob("*.bin"))) == 2
+    assert_same_model(load(sharded), released[1])
+    for path in sharded.iterdir():
+        path.unlink()
+    shutil.copytree(released[0], sharded, dirs_exist_ok=True)
+    pickled(sharded)
+    assert_same_model(load(sharded), released[1])
+
+
+def test_a_broken_shard_is_refused_by_name(sharded):
+    shard = next(sharded.glob("*-of-*"))
+    shard.unlink()
+    with pytest.raises(UserError, match=f"{shard.name} is broken .FileNotFoundError.*; download or export it again"):
+        load(sharded)
+    (sharded / f"{WEIGHTS}.index.json").write_text("{}")
+    with pytest.raises(UserError, match="model.safetensors.index.json is broken .KeyError"):
+        load(sharded)
+
+
+def test_a_pickle_that_runs_code_is_refused(copy):
+    class Code:
+        def __reduce__(self):
+            return Path.touch, (copy / "touched",)
+
+    (copy / WEIGHTS).unlink()
+    torch.save({"wte.weight": Code()}, copy / BIN)
+    with pytest.raises(UserError, match=f"{BIN} is broken .UnpicklingError: Weights only load failed.; download"):
+        load(copy)
+    assert not (copy / "touched").exists()
+
+
 def test_weights_saved_without_the_prefix_of_the_language_model_load(released, copy):
     """The hub's gpt2 names its weights h.0..., not transformer.h.0..., and carries attention masks as buffers."""
     weights = {name.removeprefix("transformer."): weight for name, weight in load_file(copy / WEIGHTS).items()}
@@ -179,10 +240,10 @@ def test_a_gpt2_with_other_options_is_refused_or_computed(tmp_path, changes):
     assert_same_model(ours, theirs)
 
 
-@pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
-def test_a_folder_without_one_of_its_files_is_refused_by_its_name(copy, name):
+@pytest.mark.parametrize(("name", "said"), [(CONFIG, CONFIG), (WEIGHTS, f"{WEIGHTS} or {BIN}, in one file")])
+def test_a_folder_without_one_of_its_files_is_refused_by_its_name(copy, name, said):
     (copy / name).unlink()
-    with pytest.raises(UserError, match=f"model.pretrained=.* has no {name}"):
+    with pytest.raises(UserError, match=f"model.pretrained=.* has no {said}"):
         load(copy)
 
 
