@@ -6,29 +6,30 @@ from safetensors import SafetensorError
 
 from conf.cli import launch
 from conf.schema import ExportConfig
-from data.tokenizers import end_of_text
+from data.tokenizers import get_tokenizer
 from errors import UserError, first_line
 from model.attention import NaiveConfig
-from model.huggingface import CONFIG, WEIGHTS, save_pretrained
+from model.huggingface import save_pretrained, save_tokenizer
 from trainer.checkpoint.load import load
 from trainer.loading import model_of, sparsity_setting
 
 
 def export(config: ExportConfig) -> None:
-    """Write config.json and model.safetensors to an empty folder."""
+    """Write the model and its tokenizer to an empty folder."""
     folder = Path(config.to)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"to={folder} exists and is not an empty folder; give a new one")
     state = load(config.checkpoint)
-    model, eot = model_of(state, NaiveConfig()), end_of_text(state["tokenizer"])
+    model, tokenizer = model_of(state, NaiveConfig()), get_tokenizer(state["tokenizer"])
+    tokens = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
     try:
-        save_pretrained(model.config, model.state_dict(), folder, eot)
+        save_pretrained(model.config, model.state_dict(), folder, tokenizer.eot)
+        save_tokenizer(tokens, tokenizer.eot, model.config.context_length, folder)
     except (OSError, SafetensorError) as error:
-        if folder.is_dir():
-            for name in (CONFIG, WEIGHTS):
-                (folder / name).unlink(missing_ok=True)
+        for path in folder.iterdir() if folder.is_dir() else ():
+            path.unlink()
         raise UserError(f"to={folder} cannot be written ({first_line(error)}); make room, or give another") from error
-    print(f"step {state['step']} of {config.checkpoint} is now a Hugging Face GPT-2 in {folder}")
+    print(f"step {state['step']} of {config.checkpoint} is now a Hugging Face GPT-2 in {folder}, with its tokenizer")
     if setting := sparsity_setting(state):
         print(f"it was trained with {setting}, but in Hugging Face's GPT-2 a token sees all tokens before it")
 

@@ -123,7 +123,7 @@ class ExportConfig:
     checkpoint: str = MISSING
     """A checkpoint file, or a run's folder."""
     to: str = MISSING
-    """Folder to write config.json and model.safetensors to."""
+    """Folder to write the model and its tokenizer to."""
 
 
 def register() -> None:

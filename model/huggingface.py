@@ -5,7 +5,9 @@ vocabulary is not padded.
 """
 
 import json
+import shutil
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -134,16 +136,52 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def save_pretrained(config: ModelConfig, weights: dict[str, Tensor], folder: Path, eot: int) -> None:
-    """Write config.json and model.safetensors for GPT2LMHeadModel.from_pretrained; `eot` is its end-of-text token."""
+    """Write what GPT2LMHeadModel.from_pretrained reads, for generate() too; `eot` is the end-of-text token."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = weights | {"wte.weight": weights["wte.weight"][: config.vocab_size]}
     weights = {
         f"transformer.{name}": (weight.T if name.endswith(TRANSPOSED) else weight).contiguous().cpu()
         for name, weight in weights.items()
     }
-    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
     description = {"architectures": ["GPT2LMHeadModel"]} | {key: accepted[0] for key, accepted in REQUIRED.items()}
     description |= {key: getattr(config, key) for key in SIZES}
     description |= {"n_positions": config.context_length, "bos_token_id": eot, "eos_token_id": eot}
     description |= dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), config.dropout)
-    (folder / CONFIG).write_text(json.dumps(description, indent=2) + "\n")
+    _write_json(folder / CONFIG, description)
+    _write_json(folder / "generation_config.json", dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), eot))
+    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+    shutil.copymode(folder / CONFIG, folder / WEIGHTS)  # safetensors ignores the umask: only the owner could read it
+
+
+def save_tokenizer(tokens: list[bytes], eot: int, context_length: int, folder: Path) -> None:
+    """Write a byte-level BPE as AutoTokenizer.from_pretrained reads it.
+
+    `tokens` are the bytes of all tokens, first all single bytes, then in the order in which BPE merges them. `eot` is
+    the end-of-text token, whose bytes do not matter.
+    """
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    ranks = {token: i for i, token in enumerate(tokens) if i != eot}
+    names = {token: "".join(letters[byte] for byte in token) for token in ranks}
+    merges = (" ".join(names[part] for part in _last_merge(token, ranks)) for token in ranks if len(token) > 1)
+    special = "<|endoftext|>"
+    _write_json(folder / "vocab.json", {names[token]: i for token, i in ranks.items()} | {special: eot})
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]) + "\n", encoding="utf-8")
+    settings = {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False, "model_max_length": context_length}
+    settings |= dict.fromkeys(("bos_token", "eos_token", "unk_token"), special)
+    _write_json(folder / "tokenizer_config.json", settings)
+
+
+def _last_merge(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
+    """Return the two tokens that BPE merges last into `token`."""
+    parts = [bytes([byte]) for byte in token]
+    while len(parts) > 2:
+        pairs = [first + second for first, second in pairwise(parts)]
+        i = min(range(len(pairs)), key=lambda i: ranks.get(pairs[i], len(ranks)))
+        parts[i : i + 2] = [pairs[i]]
+    return parts
+
+
+def _write_json(path: Path, content: dict) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")

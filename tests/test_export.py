@@ -1,5 +1,6 @@
 """export.py: what it writes is a GPT-2 to Hugging Face."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,22 @@ def test_exported_model_gives_the_same_logits_in_transformers(trained, exported)
     with torch.no_grad():
         torch.testing.assert_close(theirs.eval()(tokens).logits, ours(tokens), rtol=1e-5, atol=1e-5)
     assert theirs.config.eos_token_id == 256 and theirs.config.n_positions == 32
+
+
+def test_exported_model_of_bytes_has_a_tokenizer(exported):
+    tokenizer = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(exported)
+    text = "Hello, 語\n \x00"
+    assert tokenizer(text)["input_ids"] == list(text.encode()) and tokenizer.decode(list(text.encode())) == text
+    assert tokenizer.eos_token_id == 256 and tokenizer.model_max_length == 32
+
+
+def test_exported_files_follow_the_umask(trained, tmp_path):
+    before = os.umask(0o027)
+    try:
+        run("export.py", f"checkpoint={trained}", f"to={tmp_path / 'model'}").ok()
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "model").iterdir()} == {0o640}
 
 
 def test_folder_with_something_in_it_is_refused_and_left_as_it_is(trained, tmp_path):

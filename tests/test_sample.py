@@ -86,9 +86,11 @@ def test_a_missing_vocabulary_names_only_what_helps_here(trained, tmp_path, monk
     monkeypatch.setattr(tiktoken, "get_encoding", unreachable)
     state = load(trained / "checkpoints" / "step-00000030.pt") | {"tokenizer": "gpt2"}
     write_file(tmp_path / "step-00000030.pt", state)
-    outcome = sample(f"checkpoint={tmp_path}")
-    (sentence,) = outcome.err.splitlines()
-    assert outcome.code == 2 and sentence.endswith("set TIKTOKEN_CACHE_DIR to a folder that holds it")
+    place = tmp_path / "model"
+    for outcome in (sample(f"checkpoint={tmp_path}"), run("export.py", f"checkpoint={tmp_path}", f"to={place}")):
+        (sentence,) = outcome.err.splitlines()
+        assert outcome.code == 2 and sentence.endswith("set TIKTOKEN_CACHE_DIR to a folder that holds it")
+    assert not place.exists()
 
 
 def test_text_streams_token_by_token(trained, monkeypatch):

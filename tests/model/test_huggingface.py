@@ -8,13 +8,23 @@ import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, GPT2Tokenizer
 
 from errors import UserError
 from model.attention import EXACT, VARIANTS, build_attention
 from model.gpt2 import GPT2, ModelConfig
-from model.huggingface import CONFIG, WEIGHTS, find_pretrained, load_pretrained, read_config, save_pretrained
+from model.huggingface import (
+    CONFIG,
+    WEIGHTS,
+    find_pretrained,
+    load_pretrained,
+    read_config,
+    save_pretrained,
+    save_tokenizer,
+)
+from tests.data.conftest import gpt2_tokenizer
 
+__all__ = ["gpt2_tokenizer"]
 BIN = "pytorch_model.bin"
 
 SHAPE = {"n_layer": 3, "n_head": 3, "n_embd": 48, "n_positions": 64, "vocab_size": 211}
@@ -187,6 +197,19 @@ def test_a_pickle_that_runs_code_is_refused(copy):
     with pytest.raises(UserError, match=f"{BIN} is broken .UnpicklingError: Weights only load failed.; download"):
         load(copy)
     assert not (copy / "touched").exists()
+
+
+def test_gpt2s_tokenizer_is_saved_as_openai_released_it(gpt2_tokenizer, released, tmp_path):
+    tokens = [gpt2_tokenizer.token_bytes(token) for token in range(gpt2_tokenizer.vocab_size)]
+    save_tokenizer(tokens, gpt2_tokenizer.eot, 64, tmp_path)
+    shutil.copy(released[0] / CONFIG, tmp_path)
+    for kind in (AutoTokenizer, GPT2Tokenizer):
+        theirs = kind.from_pretrained(tmp_path)
+        for text in ("Hello", "Once upon a time,  it's naïve 語\n\n\tx=12345 <html>"):
+            assert theirs(text)["input_ids"] == gpt2_tokenizer.encode(text)
+        assert theirs("<|endoftext|>")["input_ids"] == [50256] and len(theirs) == 50257
+    lines = (tmp_path / "merges.txt").read_text().splitlines()
+    assert lines[1:4] == ["Ġ t", "Ġ a", "h e"] and lines[-1] == "Ġg azed" and len(lines) == 50001
 
 
 def test_weights_saved_without_the_prefix_of_the_language_model_load(released, copy):
