@@ -5,7 +5,6 @@ B batch, T sequence length, H heads, D head size.
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from bench.attention.accuracy import check, truth_of
 from bench.attention.contenders import available, bind, draw_inputs
@@ -13,6 +12,7 @@ from bench.attention.shapes import AttentionShape
 from bench.common.timing import Gpu
 from errors import check_choice
 from kernels.common.launching import arch_of
+from kernels.common.registering import no_second_derivative
 from kernels.flash2 import dispatch
 from kernels.flash2.options import Options
 from kernels.flash2.tiles import PlainTiles, plain_tiles_for
@@ -56,7 +56,7 @@ class _PlainTriton(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @no_second_derivative("triton", "math")
     def backward(ctx, dout):
         tensors, tiles = ctx.saved_tensors, plain_tiles(ctx.saved_tensors[0], ctx.options.causal)
         return *dispatch.backward(dout, *tensors, None, False, *ctx.options, tiles=tiles), None, None

@@ -1,6 +1,10 @@
-"""Registration of an operator's two implementations: kernels on CUDA and ROCm, the PyTorch definition on CPU."""
+"""Registration of an operator's two implementations, and what the autograd functions around operators share.
 
-from functools import cache, partial
+The implementations are kernels on CUDA and ROCm, and the PyTorch definition on CPU.
+"""
+
+from collections.abc import Callable
+from functools import cache, partial, wraps
 from importlib import import_module
 from types import ModuleType
 
@@ -33,3 +37,22 @@ def define(package: str, gpu_module: str = "launch", **schemas: str) -> torch.li
         # A definition chooses its own dtypes, so autocast is off.
         library.impl(name, torch.autocast("cpu", enabled=False)(partial(call, name, "cpu")), "CPU")
     return library
+
+
+def no_second_derivative(name: str, remedy: str) -> Callable:
+    """Decorate the backward of an autograd.Function: raise a RuntimeError if the gradients' own graph is asked for.
+
+    torch's once_differentiable raises only if the incoming gradient requires grad. Otherwise the results count as
+    constants, although they depend on the saved tensors: a Hessian is zero without a warning.
+    """
+
+    def decorate(backward: Callable) -> Callable:
+        @wraps(backward)
+        def checked(ctx, *grads):
+            if torch.is_grad_enabled():  # autograd enables it for create_graph=True only
+                raise RuntimeError(f"create_graph=True: {name} has no second derivative; use {remedy}")
+            return backward(ctx, *grads)
+
+        return checked
+
+    return decorate

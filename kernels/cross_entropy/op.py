@@ -8,9 +8,8 @@ N tokens, C hidden size, V vocabulary; weight has V rows padded to "padded V".
 
 import torch
 from torch import Tensor, library
-from torch.autograd.function import once_differentiable
 
-from kernels.common.registering import implementation
+from kernels.common.registering import implementation, no_second_derivative
 
 PARTS = 4  # of the tokens, so that the logits stay small beside the layers' saved tensors
 PART_TOKENS = 4096, 16384
@@ -80,7 +79,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total / count
 
     @staticmethod
-    @once_differentiable
+    @no_second_derivative("linear_cross_entropy", "torch.nn.functional.linear and cross_entropy")
     def backward(ctx, dloss):
         dhidden, dweight, count = ctx.saved_tensors
         share = dloss / count

@@ -2,11 +2,10 @@
 
 import torch
 from torch import Tensor, library
-from torch.autograd.function import once_differentiable
 
 from kernels.common import dropout
 from kernels.common.checks import check_inputs, document_bounds, readable
-from kernels.common.registering import define
+from kernels.common.registering import define, no_second_derivative
 
 _INPUTS = "Tensor q, Tensor k, Tensor v"
 _OPTIONS = "Tensor? numbers, Tensor? documents, bool causal, float scale, float dropout_p"
@@ -38,7 +37,7 @@ class _Flash1(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @no_second_derivative("flash1", "attention=sdpa attention.backend=math")
     def backward(ctx, dout):
         dout = readable(dout)
         return *torch.ops.flash1.backward(dout, *ctx.saved_tensors, *ctx.options), *[None] * 5

@@ -6,12 +6,11 @@ The operators are opaque to torch.compile. An autograd.Function around them take
 
 import torch
 from torch import Tensor, library
-from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from kernels.common import dropout
 from kernels.common.checks import check_inputs, document_bounds, readable
-from kernels.common.registering import define, implementation
+from kernels.common.registering import define, implementation, no_second_derivative
 from kernels.flash2.block_lists import BLOCK, HEADER, Listed
 from kernels.flash2.options import Options
 
@@ -69,7 +68,7 @@ class _Flash2(torch.autograd.Function):
         return (out, logsumexp) if return_lse else out
 
     @staticmethod
-    @once_differentiable
+    @no_second_derivative("flash2", "attention=sdpa attention.backend=math")
     def backward(ctx, dout, dlogsumexp=None):
         dout = readable(dout)
         dlogsumexp = None if dlogsumexp is None else dlogsumexp.contiguous()

@@ -7,11 +7,10 @@ products.
 
 import torch
 from torch import Tensor, library
-from torch.autograd.function import once_differentiable
 
 from kernels.common import dropout
 from kernels.common.checks import check_inputs, document_bounds
-from kernels.common.registering import define
+from kernels.common.registering import define, no_second_derivative
 
 LONGEST_ROW = 16384  # keys; a program holds a row of scores on chip, as in Megatron-LM's kernel
 
@@ -45,7 +44,7 @@ class _FusedSoftmax(torch.autograd.Function):
         return kept if numbers is not None else probabilities
 
     @staticmethod
-    @once_differentiable
+    @no_second_derivative("fused_softmax", "attention=sdpa attention.backend=math")
     def backward(ctx, dkept):
         probabilities, numbers, documents = ctx.saved_tensors
         dscores = torch.ops.fused_softmax.backward(dkept.contiguous(), probabilities, numbers, documents, *ctx.options)

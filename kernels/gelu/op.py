@@ -5,9 +5,8 @@ N tokens, D inputs, C hidden columns (GELU's), E outputs.
 
 import torch
 from torch import Tensor, library
-from torch.autograd.function import once_differentiable
 
-from kernels.common.registering import define, rows_of
+from kernels.common.registering import define, no_second_derivative, rows_of
 from kernels.linear.op import bias_gradient
 
 _library = define(
@@ -39,7 +38,7 @@ class _GeluMLP(torch.autograd.Function):
         return torch.ops.linear.forward(activated, out_matrix, out_bias, residual)
 
     @staticmethod
-    @once_differentiable
+    @no_second_derivative("gelu_mlp", "torch.nn.functional.linear and gelu")
     def backward(ctx, dout):
         x, matrix, bias, out_matrix, saved, activated = ctx.saved_tensors
         dresidual = dout if ctx.needs_input_grad[5] else None

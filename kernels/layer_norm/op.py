@@ -6,9 +6,8 @@ torch.compile's own kernels read rows of more than 1024 columns twice and need s
 
 import torch
 from torch import Tensor, library
-from torch.autograd.function import once_differentiable
 
-from kernels.common.registering import define, rows_of
+from kernels.common.registering import define, no_second_derivative, rows_of
 
 _SAVED = "Tensor x, Tensor weight, Tensor mean, Tensor rstd"
 _library = define(
@@ -41,7 +40,7 @@ class _Normalise(torch.autograd.Function):
         return x.view_as(x), torch.ops.aten._unsafe_view(out, x.shape)
 
     @staticmethod
-    @once_differentiable
+    @no_second_derivative("normalise", "torch.nn.functional.layer_norm")
     def backward(ctx, dstream, dout):
         saved, (bias_dtype, added_bias_dtype) = ctx.saved_tensors, ctx.dtypes
         with_sum = added_bias_dtype is not None

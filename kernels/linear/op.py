@@ -8,9 +8,8 @@ N tokens, D inputs, C outputs.
 
 import torch
 from torch import Tensor, library
-from torch.autograd.function import once_differentiable
 
-from kernels.common.registering import define, rows_of
+from kernels.common.registering import define, no_second_derivative, rows_of
 
 _library = define("linear", forward="(Tensor x, Tensor weight, Tensor bias, Tensor? residual) -> Tensor")
 _library.define("weight_gradient(Tensor dout, Tensor x, ScalarType dtype) -> Tensor")
@@ -56,7 +55,7 @@ class _Linear(torch.autograd.Function):
         return torch.ops.linear.forward(x, matrix, bias, residual)
 
     @staticmethod
-    @once_differentiable
+    @no_second_derivative("linear", "torch.nn.functional.linear")
     def backward(ctx, dout):
         x, matrix = ctx.saved_tensors
         weight_dtype, bias_dtype = ctx.dtypes

@@ -9,9 +9,9 @@ B batch, T query length, S key length, H query heads, G key/value heads, D head 
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from kernels.common.checks import check_documents
+from kernels.common.registering import no_second_derivative
 
 
 def visible(seq_q: int, seq_k: int, device: torch.device) -> Tensor:
@@ -58,7 +58,7 @@ class _StandardAttention(torch.autograd.Function):
         return (_product(kept, v, accumulator) * keep_scale).to(q.dtype)
 
     @staticmethod
-    @once_differentiable
+    @no_second_derivative("naive", "attention=sdpa attention.backend=math")
     def backward(ctx, dO):
         q, k, v, P, keep = ctx.saved_tensors
         scale, keep_scale = ctx.scales

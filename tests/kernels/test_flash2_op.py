@@ -157,14 +157,6 @@ def test_gradients_can_be_batched():
     torch.testing.assert_close(batched, torch.stack([once, 2 * once]))
 
 
-def test_a_second_derivative_is_refused():
-    """The kernels have no second derivative, and a graph through them would be silently wrong."""
-    q, k, v, dout = small()
-    (dq,) = torch.autograd.grad(flash2(q, k, v, causal=True), q, dout.requires_grad_(), create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dq.square().sum().backward()
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
