@@ -1,8 +1,10 @@
 """Text to token ids and back: UTF-8 bytes, or GPT-2's byte-pair encoding."""
 
 import codecs
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 
 import numpy as np
 import tiktoken
@@ -11,6 +13,8 @@ from data.patience import within
 from errors import UserError, check_choice, described
 
 LOAD_TIMEOUT_S = 10.0
+LONG_RUN = 2**16  # characters; tiktoken's regex overflows its stack on about a million of white space
+WHITE_SPACE = r"[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"  # Rust's \s, Python's has more
 
 
 class Tokenizer(ABC):
@@ -79,22 +83,36 @@ class GPT2Tokenizer(Tokenizer):
             ) from error
 
     def encode_document(self, text: str) -> np.ndarray:
+        cuts = [0, *_cuts(text), len(text)]
         try:
-            ids = self._encoding.encode_to_numpy(text, disallowed_special=())
+            parts = [self._encoding.encode_to_numpy(text[i:j], disallowed_special=()) for i, j in pairwise(cuts)]
         except UnicodeEncodeError:  # lone surrogates
             return self.encode_document(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
         except BaseException as error:
-            # tiktoken's regex overflows on about a million blanks in a row. Rust's panic is not an Exception.
+            # Rust's panic is not an Exception.
             if not isinstance(error, ValueError) and type(error).__name__ != "PanicException":
                 raise
             raise UserError(
                 f"tiktoken cannot encode the document of {len(text)} characters that begins with {text[:60]!r}; "
-                "remove it, or shorten its runs of white space"
+                "remove it"
             ) from error
-        return np.append(ids.astype(np.uint16), np.uint16(self.eot))
+        return np.concatenate([*parts, [self.eot]]).astype(np.uint16)
 
     def token_bytes(self, token: int) -> bytes:
         return self._encoding.decode_single_token_bytes(token)
+
+
+def _cuts(text: str) -> list[int]:
+    """Return where GPT-2's pattern cuts `text` around its long runs of white space.
+
+    It cuts before a run, and before the last character of the run, which belongs to the word that follows. A run at
+    the end of the text is one piece.
+    """
+    step = LONG_RUN // 2  # a long run holds one of these pieces as a whole, which is a quick test
+    if not any(text[i : i + step // 8].isspace() for i in range(0, len(text), step)):
+        return []
+    runs = (run for run in re.finditer(f"{WHITE_SPACE}{{{LONG_RUN},}}", text) if run.end() < len(text))
+    return [cut for run in runs for cut in (run.start(), run.end() - 1)]
 
 
 TOKENIZERS = {"byte": ByteTokenizer, "gpt2": GPT2Tokenizer}
