@@ -1,5 +1,6 @@
 """Documents from files, streamed in a fixed order: parquet, JSON lines and plain text; the last two also compressed."""
 
+import codecs
 import fnmatch
 import glob
 import hashlib
@@ -8,7 +9,6 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -126,7 +126,8 @@ class Corpus:
         """Yield the rows of each document of a file: one, or with document_start all up to the next match."""
         document = []
         for row in rows:
-            if document and (not self._start or self._start.search(row.text or "")):
+            # `$` matches before "\n", but not before the "\r\n" of Windows.
+            if document and (not self._start or self._start.search((row.text or "").replace("\r\n", "\n"))):
                 yield document
                 document = []
             document.append(row)
@@ -190,8 +191,9 @@ def _read_lines(path: Path, first: int, whole: bool = False) -> Iterator[tuple[b
     with open(path, "rb") as raw:
         unpacked = io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), codec)) if codec else raw
         with unpacked as file:
-            for line in islice([file.read()] if whole else file, first, None):
-                yield line, raw.tell() / size
+            for number, line in enumerate([file.read()] if whole else file):
+                if number >= first:
+                    yield line if number else line.removeprefix(codecs.BOM_UTF8), raw.tell() / size
 
 
 def _parse(value: bytes | pa.Scalar, path: Path, place: str, column: str) -> str | None:

@@ -107,6 +107,26 @@ def test_rows_that_are_lines_are_joined_to_documents(tmp_path):
     assert_prepared(config, {"train": expected, "val": expected})
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.jsonl"])
+def test_a_byte_order_mark_is_not_text(tmp_path, name):
+    for split in ("train", "val"):
+        content = "\ufeffOne.\n" if "txt" in name else '\ufeff{"text": "One.\\n"}\n'
+        packed = pack(content.encode(), ".gz") if name.endswith("gz") else content.encode()
+        (tmp_path / f"{split}-{name}").write_bytes(packed)
+    config = config_of(tmp_path, source=str(tmp_path / f"*-{name}"), val_files="val*")
+    prepare(config, log=lambda line: None)
+    assert_prepared(config, {split: [*b"One.\n", 256] for split in ("train", "val")})
+
+
+def test_the_start_of_a_document_is_found_in_lines_of_windows(tmp_path):
+    config = config_of(tmp_path, document_start="^[A-Z]+$", val_files="val*")
+    for split in ("train", "val"):
+        (tmp_path / "in" / f"{split}.txt").write_bytes(b"\xef\xbb\xbfONE\r\nand on\r\nTWO\r\nand on\r\n")
+    prepare(config, log=lambda line: None)
+    expected = [*b"ONE\r\nand on\r\n", 256, *b"TWO\r\nand on\r\n", 256]
+    assert_prepared(config, {split: expected for split in ("train", "val")})
+
+
 def test_files_for_a_split_must_be_there(tmp_path):
     config = config_of(tmp_path, val_files="*valid*")
     write_parquet(tmp_path / "in" / "train-0.parquet", TEXTS)
