@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from errors import UserError, check_choice, check_range
 
 NAMES = ("stdlib", "tokens", "text", "openwebtext", "wikitext-2", "wikitext-103", "fineweb-edu-10bt", "tinystories")
+HELD_OUT_DOCUMENTS, HELD_OUT_TOKENS = 0.01, 0.1  # what val_fraction=null means
 
 
 @dataclass
@@ -30,8 +31,9 @@ class DataConfig:
     """Pattern for the names of the files that go to train.bin."""
     val_files: str | None = None
     """Pattern for the names of the files that go to val.bin; null holds out a share of the documents instead."""
-    val_fraction: float = 0.01
-    """Share of the documents to hold out, between 0 and 1. With name=stdlib a document is a file."""
+    val_fraction: float | None = None
+    """Share of the documents to hold out, between 0 and 1; null is 0.01. With name=stdlib a document is a file. If the
+    share is less than one document, or no document falls into it, the last tokens are held out; null is then 0.1."""
     split_seed: int = 2357
     """Seed that chooses the held-out documents."""
     hub_id: str | None = None
@@ -49,7 +51,7 @@ class DataConfig:
 
     def __post_init__(self):
         check_choice("data.name", self.name, NAMES)
-        if not 0 < self.val_fraction < 1:
+        if self.val_fraction is not None and not 0 < self.val_fraction < 1:
             raise UserError(f"data.val_fraction={self.val_fraction} leaves a split empty; set it between 0 and 1")
         check_range("data.split_seed", self.split_seed, 0)
         check_range("data.workers", self.workers, 1)

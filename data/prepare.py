@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data.config import DataConfig
+from data.config import HELD_OUT_DOCUMENTS, HELD_OUT_TOKENS, DataConfig
 from data.readers import Corpus, Document, find_files
 from data.token_files import SPLITS, TokenWriter, differences, has_files, publish, read_meta
 from data.tokenizers import Tokenizer, get_tokenizer
@@ -60,13 +60,20 @@ def prepare(config: DataConfig, *, log: Log = print) -> None:
     if config.val_files is None:
         rows = corpus.count_rows()
         _check_documents(config, sum(rows))
-        held_out = hold_out(sum(rows), config.val_fraction, config.split_seed)
+        held_out = hold_out(sum(rows), config.val_fraction or HELD_OUT_DOCUMENTS, config.split_seed)
     with TokenWriter(folder, settings) as writer:
         if writer.position:
             log(f"continuing after {_tally(writer)}")
         documents = corpus.documents(tuple(writer.position or (0, 0)), rows)
         encoded = _encode_all(documents, tokenizer, held_out, config.workers or os.cpu_count() or 1)
         _write(writer, encoded, corpus.sizes, log)
+        if held_out is not None and writer.total("documents") and not writer.counts["val"]["documents"]:
+            share = config.val_fraction or HELD_OUT_TOKENS
+            log(
+                f"{_tally(writer)}: too few to hold out whole documents, so val.bin gets the last {100 * share:g} % of "
+                "the tokens; data.val_fraction sets this share"
+            )
+            writer.hold_out_tail(share, tokenizer.eot)
         writer.finish(config.tokenizer)
     shares = ", ".join(f"{count['tokens']:,} in {split}.bin" for split, count in writer.counts.items())
     log(f"{folder}: {_tally(writer)}: {shares}")
@@ -84,9 +91,13 @@ def source_files(config: DataConfig, log: Log) -> list[Path]:
 
 
 def hold_out(rows: int, fraction: float, seed: int) -> np.ndarray:
-    """Return which rows are held out, boolean (rows,). These are the rows that nanoGPT holds out with `datasets`."""
+    """Return which rows are held out, boolean (rows,). These are the rows that nanoGPT holds out with `datasets`.
+
+    No row is held out if the share of one of the splits is less than a row.
+    """
     held_out = np.zeros(rows, dtype=bool)
-    held_out[np.random.default_rng(seed).permutation(rows)[: int(np.ceil(fraction * rows))]] = True
+    if rows * min(fraction, 1 - fraction) >= 1:
+        held_out[np.random.default_rng(seed).permutation(rows)[: int(np.ceil(fraction * rows))]] = True
     return held_out
 
 

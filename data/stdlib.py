@@ -8,7 +8,7 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-from data.config import DataConfig
+from data.config import HELD_OUT_DOCUMENTS, DataConfig
 from data.token_files import TokenWriter, has_files, read_meta
 from data.tokenizers import get_tokenizer
 from errors import UserError
@@ -41,7 +41,8 @@ def build(config: DataConfig) -> None:
 def split_of(document: str, config: DataConfig) -> str:
     """Return train or val for the document of that name: a seeded hash, so the order of documents does not matter."""
     digest = hashlib.sha256(f"{config.split_seed}:{document}".encode(errors="replace")).digest()
-    return "val" if int.from_bytes(digest[:8]) < config.val_fraction * 2**64 else "train"
+    share = config.val_fraction or HELD_OUT_DOCUMENTS
+    return "val" if int.from_bytes(digest[:8]) < share * 2**64 else "train"
 
 
 def source_files() -> list[str]:

@@ -98,6 +98,17 @@ class TokenWriter(AbstractContextManager):
         """Return the tokens or documents of both splits."""
         return sum(count[key] for count in self.counts.values())
 
+    def hold_out_tail(self, share: float, eot: int) -> None:
+        """Move the last `share` of train.bin's tokens to val.bin, which is empty. Documents end with `eot`."""
+        self.save()
+        tokens = np.memmap(self.scratch / "train.bin", dtype=DTYPE, mode="r")
+        cut = max(1, len(tokens) - max(1, round(share * len(tokens))))
+        self.write("val", tokens[cut:].tobytes(), int((tokens[cut:] == eot).sum()))
+        # A document that is cut in two counts in both files.
+        self.counts["train"] = {"tokens": cut, "documents": int((tokens[: cut - 1] == eot).sum()) + 1}
+        self.save()  # before the tail is cut off, so that a killed process can continue
+        self._files["train"].truncate(cut * DTYPE.itemsize)
+
     def save(self) -> None:
         """Make everything written so far durable, with `position`, if set, as the place to continue."""
         progress = {"settings": self.settings, "counts": self.counts, "position": self.position}
@@ -133,13 +144,10 @@ class TokenWriter(AbstractContextManager):
         self.close()
         shutil.rmtree(self.scratch)
         total = self.total("documents")
-        if total < len(SPLITS):
-            raise UserError(
-                "the corpus has fewer than 2 documents, but train.bin and val.bin need one each; give more text, or "
-                "set data.document_start (without it, a .txt file, a .jsonl line and a .parquet row are one document)"
-            )
-        empty, change = ("val", "raise") if self.counts["train"]["documents"] else ("train", "lower")
-        raise UserError(f"none of the {total} documents fell into {empty}.bin; {change} data.val_fraction")
+        if not total:
+            raise UserError("the corpus holds no text; set data.source or data.text_column to text")
+        empty = "val" if self.counts["train"]["documents"] else "train"
+        raise UserError(f"none of the {total} documents is for {empty}.bin; set data.val_files or data.val_fraction")
 
     def _write_json(self, name: str, content: dict) -> None:
         partial = self.scratch / f"{name}.partial"

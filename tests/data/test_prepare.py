@@ -260,6 +260,49 @@ def test_a_wrong_number_of_documents_of_a_hub_corpus_is_refused(tmp_path, monkey
     assert not (tmp_path / "out" / "train.bin").exists()
 
 
+@pytest.mark.parametrize(
+    ("fraction", "val", "documents"),
+    [(None, b"t", (2, 1)), (0.8, b"of two.|The last", (1, 2)), (0.001, b"", (2, 1)), (0.49, b"|The last", (1, 2))],
+)
+def test_few_documents_are_split_by_position(tmp_path, fraction, val, documents):
+    (tmp_path / "in").mkdir()
+    for name, text in (("a", "One of two."), ("b", "The last")):
+        (tmp_path / "in" / f"{name}.txt").write_text(text)
+    said, config = [], config_of(tmp_path, val_fraction=fraction)
+    prepare(config, log=said.append)
+    whole = [256 if byte == ord("|") else byte for byte in b"One of two.|The last|"]
+    cut = len(whole) - len(val) - 1
+    assert_prepared(config, {"train": whole[:cut], "val": whole[cut:]})
+    counts = json.loads((tmp_path / "out" / "meta.json").read_text())["counts"]
+    assert tuple(counts[split]["documents"] for split in ("train", "val")) == documents
+    share = 100 * (fraction or 0.1)
+    assert any(f"too few to hold out whole documents, so val.bin gets the last {share:g} %" in line for line in said)
+
+
+def test_a_held_out_row_without_text_does_not_empty_a_split(tmp_path):
+    """The one row that is held out is empty, so the split is by position."""
+    config = config_of(tmp_path, val_fraction=0.01)
+    (held_out,) = np.flatnonzero(hold_out(100, 0.01, config.split_seed))
+    write_jsonl(tmp_path / "in" / "a.jsonl", ["" if i == held_out else "text" for i in range(100)])
+    prepare(config, log=lambda line: None)
+    tokens = open_tokens(config)
+    assert (len(tokens.train), len(tokens.val)) == (99 * 5 - 5, 5)
+
+
+@pytest.mark.parametrize("call", [1, 2, 3, 4, 5, 6, 7])
+def test_a_split_by_position_that_is_interrupted_is_repeated(tmp_path, monkeypatch, call):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("The only one." * 9)
+    config = config_of(tmp_path, val_fraction=None)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", at_call(call, interrupted, os.fsync))
+        with pytest.raises(KeyboardInterrupt):
+            prepare(config, log=lambda line: None)
+    prepare(config, log=lambda line: None)
+    whole = [*b"The only one." * 9, 256]
+    assert_prepared(config, {"train": whole[:-12], "val": whole[-12:]})
+
+
 def test_null_and_empty_texts_are_skipped_and_counted(tmp_path):
     config = config_of(tmp_path)
     write_parquet(tmp_path / "in" / "a.parquet", [*TEXTS[:50], None, ""])
@@ -346,10 +389,7 @@ def test_a_file_that_disappears_is_named(tmp_path):
             r"a\.parquet cannot be read from row 3 on",
         ),
         (truncated_parquet, r"a\.parquet cannot be read"),
-        (
-            broken("a.txt", b"the only one"),
-            r"fewer than 2 documents, .* give more text, or set data\.document_start",
-        ),
+        (broken("a.txt", b""), r"the corpus holds no text; set data\.source"),
     ],
     ids=[
         "no file",
@@ -367,7 +407,7 @@ def test_a_file_that_disappears_is_named(tmp_path):
         "no utf-8 in json",
         "no utf-8 in parquet",
         "truncated parquet",
-        "one document",
+        "no text",
     ],
 )
 def test_unreadable_corpora_are_named(tmp_path, write, message):

@@ -119,9 +119,9 @@ def test_a_file_is_not_a_folder_of_tokens(corpus):
 
 
 def test_a_split_without_documents_is_refused_and_leaves_nothing(tmp_path):
-    with pytest.raises(UserError, match="the corpus has fewer than 2 documents"):
-        write_all(tmp_path, DOCUMENTS[:1])
-    with pytest.raises(UserError, match=r"none of the 2 documents fell into val\.bin; raise data\.val_fraction"):
+    with pytest.raises(UserError, match="the corpus holds no text"):
+        write_all(tmp_path, [])
+    with pytest.raises(UserError, match=r"none of the 2 documents is for val\.bin; set data\.val_files or data\."):
         write_all(tmp_path, DOCUMENTS[:1] * 2)
     assert not list(tmp_path.iterdir())
 
