@@ -41,7 +41,7 @@ COLUMNS = {
     "GPUs": "{gpus:d}",
     "tokens/s": "{tokens_per_second:,.0f}",
     "of linear": "{linear:.1%}",
-    "TFLOP/s": "{tflops:.0f}",
+    "TFLOP/s": "{tflops:.3g}",
     "GiB": "{peak_gib:.1f}",
     "status": "{status}",
 }

@@ -12,14 +12,21 @@ def table(header: Sequence[str], lines: Sequence[Sequence[str]], left: int = 1) 
     return "\n".join([head, f"|{'|'.join(marks)}|", *body])
 
 
+def rounded(x: float, decimals: int = 2, to_whole: Callable[[float], int] = round) -> str:
+    """Return x with this number of decimals, or with as many as two significant digits need."""
+    if x > 0:
+        decimals = max(decimals, 1 - math.floor(math.log10(x)))
+    return f"{to_whole(10**decimals * x) / 10**decimals:,.{decimals}f}"
+
+
 def at_least(x: float, decimals: int = 2) -> str:
     """Return x rounded down."""
-    return f"{math.floor(10**decimals * x) / 10**decimals:,.{decimals}f}"
+    return rounded(x, decimals, math.floor)
 
 
 def at_most(x: float, decimals: int = 2) -> str:
     """Return x rounded up."""
-    return f"{math.ceil(10**decimals * x) / 10**decimals:,.{decimals}f}"
+    return rounded(x, decimals, math.ceil)
 
 
 def speed_text(speed: float, ours: bool, decimals: int = 2) -> str:
@@ -32,7 +39,7 @@ def cost_text(cost: float, ours: bool, decimals: int = 2) -> str:
     return at_most(cost, decimals) if ours else at_least(cost, decimals)
 
 
-def value_text(row: dict | None, key: str, text: Callable[[float], str] = "{:.2f}".format) -> str:
+def value_text(row: dict | None, key: str, text: Callable[[float], str] = rounded) -> str:
     """Return the value of a row, its status if the row has no value, or a dash if there is no row."""
     if row is None:
         return "-"
@@ -40,7 +47,7 @@ def value_text(row: dict | None, key: str, text: Callable[[float], str] = "{:.2f
 
 
 def whole_speed(row: dict | None, key: str, ours: bool) -> str:
-    """Return the value_text of a speed without decimals."""
+    """Return the value_text of a speed, without decimals from 10."""
     return value_text(row, key, partial(speed_text, ours=ours, decimals=0))
 
 

@@ -6,6 +6,8 @@ from pathlib import Path
 from bench.attention.charts import save
 from bench.paper.tables import load_table
 
+CPU = "CPU, reference implementation"  # without a GPU, flash2 runs as the tiled algorithm in PyTorch
+
 
 def publish(name: str, results: dict, folder: Path) -> None:
     """Write a table's page and its pictures to `folder`, beside its results."""
@@ -19,8 +21,9 @@ def publish(name: str, results: dict, folder: Path) -> None:
 def page(name: str, results: dict) -> str:
     """Return a table's page: title, table, failures, and the environment of the measurement."""
     table, rows, where = load_table(name), results["rows"], results["environment"]
+    body = table.markdown(rows) if where["gpu"] else with_device(table.markdown(rows))
     failures = dict.fromkeys(f"- {description(row)}" for row in rows if row["status"] == "failed")
-    parts = [f"# {table.TITLE}", table.markdown(rows)]
+    parts = [f"# {table.TITLE}", body]
     parts += ["Failed:\n\n" + "\n".join(failures)] if failures else []
     warning = "Smoke sizes, which say nothing about speed. " if results["size"] == "smoke" else ""
     versions = f"torch {where['torch']}, Triton {where['triton']}, {commits_of(results)}, {where['date']}"
@@ -43,4 +46,15 @@ def commits_of(results: dict) -> str:
 
 
 def device_of(results: dict) -> str:
-    return results["environment"]["gpu"] or "a CPU"
+    return results["environment"]["gpu"] or CPU
+
+
+def with_device(body: str) -> str:
+    """Return the Markdown of a table measured on a CPU, with the device in the first column of each row."""
+    lines = body.splitlines()
+    for number, line in enumerate(lines):
+        if line.startswith("|---") or line.startswith("|--:"):
+            lines[number - 1], lines[number] = f"| device {lines[number - 1]}", f"|---{line}"
+        elif line.startswith("|") and number and lines[number - 1].startswith("|"):
+            lines[number] = f"| {CPU} {line}"
+    return "\n".join(lines)

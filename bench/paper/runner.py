@@ -31,7 +31,7 @@ import torch
 
 from bench.common.command_line import check_output_file
 from bench.common.results import ROOT, environment, read_results, results_folder, write
-from bench.paper.pages import description, publish
+from bench.paper.pages import description, page, publish
 from bench.paper.settings import PaperSettings
 from bench.paper.tables import TABLES, load_table
 from errors import UserError
@@ -71,7 +71,7 @@ def run(settings: PaperSettings) -> None:
         finally:  # the page must show the results, even of an interrupted run
             if results[name]["rows"]:
                 publish(name, results[name], folder)
-        print(f"\n{load_table(name).markdown(results[name]['rows'])}\n\n{name}: written to {folder}/paper-{name}.*")
+        print(f"\n{page(name, results[name])}\n{name}: written to {folder}/paper-{name}.*")
     if failed := sum(row["status"] == "failed" for name in names for row in results[name]["rows"]):
         print(f"{failed} rows failed; the same command without resume=false tries them again", file=sys.stderr)
         sys.exit(1)

@@ -1,13 +1,14 @@
 """Peak memory of attention against sequence length: linear in n, or quadratic."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 
 from bench.attention.contenders import bind, draw_inputs
 from bench.attention.rows import empty_row
 from bench.attention.shapes import AttentionShape
-from bench.common.formatting import length_text, table, value_text
+from bench.common.formatting import length_text, rounded, table, value_text
 from bench.common.timing import Gpu, recorded
 from bench.paper.attentions import attention_named
 from bench.paper.settings import PaperSettings
@@ -55,13 +56,15 @@ def markdown(rows: list[dict]) -> str:
     by_shape = {(row["variant"], row.get("seq_len")): row for row in rows}
     lines = []
     for name in dict.fromkeys(row["variant"] for row in rows):
-        sizes = [value_text(by_shape.get((name, length)), "peak_mib", "{:,.1f}".format) for length in lengths]
+        sizes = [
+            value_text(by_shape.get((name, length)), "peak_mib", partial(rounded, decimals=1)) for length in lengths
+        ]
         fitted = ["-"] * 4
         measured = [row for row in rows if row["variant"] == name and row["status"] == "ok"]
         if len(measured) > 1:
             peaks = [row["seq_len"] for row in measured], [2**20 * row["peak_mib"] for row in measured]
             (linear, linear_error), (quadratic, quadratic_error) = fit(*peaks, power=1), fit(*peaks, power=2)
-            fitted = [f"{linear / 1024:.2f}", f"{linear_error:.1%}", f"{quadratic:.2f}", f"{quadratic_error:.1%}"]
+            fitted = [rounded(linear / 1024), f"{linear_error:.1%}", rounded(quadratic), f"{quadratic_error:.1%}"]
         lines.append([f"`{name}`", *sizes, *fitted])
     header = ["attention", *map(length_text, lengths), "a n: KiB/token", "error", "b n^2: byte/token^2", "error"]
     heads = next((f"{row['heads']} heads of {row['head_dim']}" for row in rows if "heads" in row), "")

@@ -9,7 +9,7 @@ import torch
 
 from bench.attention.measurement import measure_shape
 from bench.attention.shapes import AttentionShape
-from bench.common.formatting import table, value_text
+from bench.common.formatting import rounded, table, value_text
 from bench.common.timing import Gpu
 from bench.paper.attentions import attention_named
 from bench.paper.byte_counts import PASSES, SPARSE, flash, kernel_traffic, seen_by, share_of, standard
@@ -63,7 +63,7 @@ def markdown(rows: list[dict]) -> str:
     for row in sorted(counted, key=lambda row: (row["seq_len"], -row["batch"], row["pass"] == "backward")):
         name = f"`{row['variant']}`{', causal' if row['causal'] else ''}"
         shape = f"{row['batch']} x {row['heads']} x {row['seq_len']:,}"
-        counts = ["-" if row[key] is None else f"{row[key] / 1e9:.2f}" for key in COUNTS]
+        counts = ["-" if row[key] is None else rounded(row[key] / 1e9) for key in COUNTS]
         time = value_text(row, "ms", "{:.3f}".format)
         lines.append([name, row["pass"], shape, f"{row['share']:.1%}", *counts, time])
     gb = "paper, GB", "loads and stores, GB", "read, GB", "written, GB"

@@ -11,7 +11,7 @@ from triton.runtime.errors import OutOfResources
 from bench.attention.accuracy import Truth, WrongResult, pick, relative_error, truth_of
 from bench.attention.contenders import Inputs, draw_inputs
 from bench.attention.shapes import AttentionShape
-from bench.common.formatting import table
+from bench.common.formatting import rounded, table
 from bench.common.timing import Gpu, recorded, sampler_of
 from bench.paper.settings import PaperSettings
 from kernels.common import launching as launcher
@@ -90,7 +90,7 @@ def markdown(rows: list[dict]) -> str:
     for row in sorted((row for row in rows if "B_c" in row), key=lambda row: (row["B_r"], row["B_c"])):
         time = f"{row['ms']:.3f}" if row["status"] == "ok" else "does not fit" if row["status"] == "oom" else "FAILED"
         found = [str(row.get(key, "-")) for key in ("registers", "spills", "shared_bytes", "resident_blocks")]
-        tflops = f"{row['tflops']:.1f}" if row["status"] == "ok" else "-"
+        tflops = rounded(row["tflops"], 1) if row["status"] == "ok" else "-"
         marked = f"**{time}**" if row.get("ms") == best else time
         lines.append([str(row["B_r"]), str(row["B_c"]), str(row["warps"]), marked, tflops, *found])
     header = ["B_r", "B_c", "warps", "ms", "TFLOP/s", "registers/thread", "spills", "shared bytes/block", "blocks/SM"]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bench.attention.rows import empty_row
-from bench.common.formatting import at_least, at_most, cost_text, speed_text
+from bench.common.formatting import at_least, at_most, cost_text, rounded, speed_text
 from bench.common.timing import Cpu
 from bench.paper import perplexities, training_steps
 from bench.paper.settings import PaperSettings
@@ -39,6 +39,13 @@ def test_nothing_is_rounded_in_our_favour():
     assert (at_least(1.999), at_most(2.001), at_most(2.0)) == ("1.99", "2.01", "2.00")
     assert [speed_text(1234.56, ours, 0) for ours in (True, False)] == ["1,234", "1,235"]
     assert [cost_text(5.04, ours, 1) for ours in (True, False)] == ["5.1", "5.0"]
+
+
+def test_small_numbers_keep_two_digits():
+    """A CPU's TFLOP/s, rounded to whole numbers, were 1 for rivals and 0 for flash2."""
+    assert [speed_text(0.00423, ours, 0) for ours in (True, False)] == ["0.0042", "0.0043"]
+    assert [speed_text(7.96, ours, 0) for ours in (True, False)] == ["7.9", "8.0"]
+    assert (rounded(1.234e-5), rounded(0.0), at_most(0.0, 0)) == ("0.000012", "0.00", "0")
 
 
 def speed_row(trainer, attention, model, context, speed, status="ok"):

@@ -1,6 +1,7 @@
 """Every table from the command line to Markdown and pictures, in its smoke size."""
 
 import json
+import re
 
 import pytest
 
@@ -30,6 +31,10 @@ def test_the_smoke_size_gives_rows_markdown_and_pictures(name, tmp_path, monkeyp
     text = (folder / f"paper-{name}.md").read_text()
     assert text.startswith(f"# {load_table(name).TITLE}\n\n")
     assert "say nothing about speed" in text and "FAILED" not in text
+    table = [line for part in text.split("\n\n") for line in part.splitlines() if line.startswith("|")]
+    measured = [line for line in table if not line.startswith(("| device |", "|---"))]
+    assert measured and all(line.startswith("| CPU, reference implementation |") for line in measured)
+    assert not any(re.fullmatch(r"0(\.0+)?", cell) for line in measured for cell in line.split(" | ")[2:])
     widths = [line.count("|") for line in text.split("\n\n")[1].splitlines() if line.startswith("|")]
     assert len(set(widths)) <= 1
     if name == "blocks":
