@@ -7,7 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
-from bench.report.runs import TrainingRun
+from bench.report.runs import TrainingRun, files_below
 from errors import UserError
 
 
@@ -111,7 +111,7 @@ def read_results(place: str) -> list[Table]:
     A file of bench.paper gives the tables of its page; any other file gives a table for each list of rows.
     """
     folder = Path(place)
-    files = sorted(folder.rglob("*.json"))
+    files = sorted(files_below(folder, "*.json"))
     if not files:
         raise UserError(f"results={place} has no JSON files; give a folder of results, such as bench/results")
     return [table for file in files for table in read_file(file, str(file.relative_to(folder).with_suffix("")))]

@@ -1,5 +1,6 @@
 """The training runs of a report: find their folders, read their metrics, and compare their settings."""
 
+import fnmatch
 import glob
 import json
 import os
@@ -76,8 +77,8 @@ def find(place: str) -> list[Path]:
     named = [place] if os.path.exists(place) else glob.glob(place, recursive=True)
     folders = []
     for path in sorted(map(Path, named), key=natural):
-        below = [path / "metrics.jsonl"] if (path / "metrics.jsonl").is_file() else path.rglob("metrics.jsonl")
-        folders += sorted((file.parent.resolve() for file in below if file.is_file()), key=natural)
+        below = [path / "metrics.jsonl"] if (path / "metrics.jsonl").is_file() else files_below(path, "metrics.jsonl")
+        folders += sorted((file.parent.resolve() for file in below), key=natural)
     if not folders:
         raise UserError(f"runs={place} has no metrics.jsonl in it or below; give output folders of train.py")
     return folders
@@ -85,6 +86,28 @@ def find(place: str) -> list[Path]:
 
 def natural(path: Path) -> list:
     """Return a sort key that puts 2_naive before 10_naive."""
+def files_below(folder: Path, pattern: str) -> list[Path]:
+    """Return the files of a name pattern in and below a folder, each real file once, also through links to folders.
+
+    Copies in hidden files and folders, such as .ipynb_checkpoints, are skipped and named.
+    """
+    found, hidden, seen = {}, [], set()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        folders.sort(key=lambda name: (name.startswith("."), name))
+        if (real := os.path.realpath(place)) in seen:  # a link to a folder above, or a second link
+            folders.clear()
+            continue
+        seen.add(real)
+        for file in (Path(place, name) for name in fnmatch.filter(names, pattern)):
+            if any(part.startswith(".") for part in file.relative_to(folder).parts):
+                hidden.append(file)
+            elif file.is_file():
+                found.setdefault(file.resolve(), file)
+    if hidden:
+        print(f"skipped {len(hidden)} hidden files: {', '.join(map(str, hidden))}")
+    return list(found.values())
+
+
     return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", str(path))]
 
 

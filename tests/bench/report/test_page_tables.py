@@ -39,6 +39,8 @@ def test_results_become_tables_of_the_columns_that_vary(tmp_path):
     (tmp_path / "gpu").mkdir()
     content = {"environment": {"gpu": "H200", "driver": None}, "model": "gpt2", "rows": rows, "host": rows[:1]}
     (tmp_path / "gpu" / "attention.json").write_text(json.dumps(content))
+    (tmp_path / "gpu" / ".ipynb_checkpoints").mkdir()
+    (tmp_path / "gpu" / ".ipynb_checkpoints" / "attention-checkpoint.json").write_text(json.dumps(content))
     whole, host = read_results(str(tmp_path))
     assert (whole.title, host.title) == ("gpu/attention", "gpu/attention, host")
     assert whole.columns == ["variant", "ms", "seq_len", "ok"]

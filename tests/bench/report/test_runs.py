@@ -7,6 +7,7 @@ import pytest
 from bench.report.page_tables import common, differences
 from bench.report.runs import read_runs
 from errors import UserError
+from tests.bench.report.made_up import save_run
 
 LOSS = {"train/loss": 3.0}
 
@@ -34,6 +35,18 @@ def outputs(write_run, tmp_path, monkeypatch):
 )
 def test_runs_are_found(outputs, places, names):
     assert [run.name for run in read_runs(places)] == names
+
+
+def test_each_real_run_is_found_once_and_hidden_copies_are_named(outputs, write_run, tmp_path, capsys):
+    save_run(tmp_path / "elsewhere" / "c", {1: LOSS})
+    (outputs / "linked").symlink_to(tmp_path / "elsewhere")
+    (outputs / "latest").symlink_to("10_naive")
+    (outputs / "old" / "up").symlink_to(outputs)
+    hidden = write_run("old/.ipynb_checkpoints/a", {1: LOSS})
+    assert sorted(run.name for run in read_runs(["runs"])) == sorted(
+        ["runs/2_sdpa", "runs/10_naive", "runs/old/a", "runs/old/b", "elsewhere/c"]
+    )
+    assert capsys.readouterr().out == f"skipped 1 hidden files: {hidden.relative_to(tmp_path)}/metrics.jsonl\n"
 
 
 @pytest.mark.parametrize("place", ["nowhere", "runs/*_flash3", "", "runs/2_sdpa/checkpoints"])
