@@ -25,7 +25,7 @@ from rich.progress import track
 from torch import Tensor, nn
 
 from bench.common.command_line import check_choice, check_output_file, check_positive, launch
-from bench.common.results import environment, results_folder, write
+from bench.common.results import ROOT, environment, results_folder, write
 from bench.training.trainers import DTYPE, VOCABULARY, Trainer, TrainingCell, ours
 from data.config import DataConfig
 from data.loader import TrainLoader
@@ -46,7 +46,7 @@ class QualitySettings:
 
     tokens: str = MISSING
     """Folder of GPT-2 tokens, made by data.prepare."""
-    model: str = "gpt2"
+    model_name: str = "gpt2"
     """A model of conf/model."""
     context_length: int = 1024
     """Tokens of a sequence."""
@@ -64,6 +64,8 @@ class QualitySettings:
     """File to write. null writes bench/results/<this GPU>/quality.json."""
 
     def __post_init__(self):
+        models = sorted(file.stem for file in (ROOT / "conf" / "model").glob("*.yaml"))
+        check_choice("model_name", self.model_name, models)
         check_positive(self, "context_length", "batch", "steps", most=2**20)
         check_positive(self, "seeds", most=2**32 - 1)
         check_choice("device", self.device, ("cuda", "cpu"))
@@ -79,14 +81,12 @@ def run(settings: QualitySettings) -> None:
 def compare(settings: QualitySettings) -> float:
     """Train all and write the curves. Return how far the fast runs end above the plain ones on average, in nats."""
     if settings.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("device=cuda finds no GPU; use device=cpu with a small model, such as model=gpt2-nano")
-    cell = TrainingCell(settings.model, settings.context_length, (settings.batch,))
-    cell.shape()  # refuses an unknown model
+        raise UserError("device=cuda finds no GPU; use device=cpu with a small model, such as model_name=gpt2-nano")
+    cell = TrainingCell(settings.model_name, settings.context_length, (settings.batch,))
     tokens = open_tokens(DataConfig(name="tokens", dir=settings.tokens, tokenizer="gpt2"))
     out = settings.out or results_folder() / "quality.json"
     about = {"environment": environment(), "model": cell.name, "batch_size": settings.batch}
     rows, ends = [], {}
-    print(f"mean loss of the last {min(LAST, settings.steps)} of {settings.steps} steps")
     for seed in settings.seeds:
         for name, curve in curves(cell, tokens.train, seed, settings):
             ends.setdefault(name, []).append(end := statistics.mean(curve[-LAST:]))
@@ -97,7 +97,8 @@ def compare(settings: QualitySettings) -> float:
     plain = statistics.mean(ends.pop("plain"))
     above = {name: statistics.mean(of_seeds) - plain for name, of_seeds in ends.items()}
     print(", ".join(f"{name} {nats:+.4f}" for name, nats in above.items()) + " nats from plain")
-    print(f"at most {TOLERANCE} wanted; written to {out}")
+    last = f"mean losses of the last {min(LAST, settings.steps)} of {settings.steps} steps"
+    print(f"{last}; at most {TOLERANCE} wanted; written to {out}")
     return above["fast"]
 
 

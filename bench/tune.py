@@ -23,7 +23,7 @@ import torch
 
 from bench.attention.accuracy import relative_error
 from bench.attention.shapes import HIDDEN, TOKENS
-from bench.common.command_line import check_output_file, check_positive, launch
+from bench.common.command_line import check_choice, check_output_file, launch
 from bench.common.timing import Gpu, median_milliseconds
 from errors import UserError
 from kernels.common import dropout
@@ -73,7 +73,7 @@ HOPPER_CANDIDATES = {
         (128, 128, 8, 2, 1, True),
     ],
 }
-HOPPER_HEAD_DIMS = 64, 80, 96, 128
+HEAD_DIMS, HOPPER_HEAD_DIMS = (16, 32, 64, 128, 256), (64, 80, 96, 128)
 MAX_SPILLS = 4  # registers
 SPILLS = {"forward hopper": 160, "backward hopper": 40}  # outside of inner loops; see test_ahead_of_time.py
 GAIN = 1.03  # the least speed over the plain kernels that makes the Hopper kernels worthwhile
@@ -202,7 +202,7 @@ class TuneSettings:
     """The table to write."""
 
     def __post_init__(self):
-        check_positive(self, "head_dims")
+        check_choice("head_dims", self.head_dims, HEAD_DIMS)
         check_output_file("out", self.out)
 
 

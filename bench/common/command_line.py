@@ -2,7 +2,6 @@
 
 import ast
 import inspect
-import math
 import os
 import sys
 import textwrap
@@ -39,6 +38,10 @@ def launch(run: Callable[[Settings], None], settings: type[Settings]) -> None:
         "run": {"dir": "."},
         "help": {"app_name": program, "template": text.replace("$", "$$")},  # Hydra would substitute $NAME
     }
+    for key, _, value in (argument.partition("=") for argument in sys.argv[1:]):
+        is_list = any(field.name == key and "list[" in str(field.type) for field in fields(settings))
+        if is_list and not value.startswith("[") and value != "null":
+            errors.refuse(f"{key}={value} is not a list; write '{key}=[{value}]'")
     quiet = [{"override hydra/job_logging": "none"}, {"override hydra/hydra_logging": "none"}]
     store = ConfigStore.instance()
     store.store(name=f"{name}_schema", node=settings)
@@ -85,7 +88,7 @@ def check_output_file(key: str, path: str | Path | None) -> None:
         raise UserError(f"{key}={path} cannot be written ({folder} is not a writable folder); name another file")
 
 
-def check_positive(settings: object, *keys: str, most: float = math.inf) -> None:
+def check_positive(settings: object, *keys: str, most: float = 2**31) -> None:
     """Refuse a number, or a list with a number, that is not positive or is above `most`. None is accepted."""
     for key in keys:
         value = getattr(settings, key)
@@ -96,10 +99,10 @@ def check_positive(settings: object, *keys: str, most: float = math.inf) -> None
                 raise UserError(f"{key}={_as_written(value)} is too large; give at most {most}")
 
 
-def check_choice(key: str, value: str | list[str] | None, choices: Collection[str]) -> None:
+def check_choice(key: str, value: object, choices: Collection) -> None:
     """Refuse a value, or a list with a value, that is not one of `choices`. None is accepted."""
     for name in _items(key, value):
-        errors.check_choice(key, name, choices)
+        errors.check_choice(key, str(name), [str(choice) for choice in choices])
 
 
 def _items(key: str, value: object) -> list:

@@ -24,7 +24,7 @@ def tokens(tmp_path, monkeypatch):
 
 def test_the_fast_step_follows_a_plain_one(tokens, monkeypatch, capsys):
     out = tokens / "quality.json"
-    settings = {"model": "gpt2-nano", "context_length": 32, "batch": 2, "steps": 5, "device": "cpu", "out": out}
+    settings = {"model_name": "gpt2-nano", "context_length": 32, "batch": 2, "steps": 5, "device": "cpu", "out": out}
     norms, clip = [], quality.nn.utils.clip_grad_norm_
     monkeypatch.setattr(quality.nn.utils, "clip_grad_norm_", lambda *args: norms.append(args[1]) or clip(*args))
     quality.run(QualitySettings(tokens=str(tokens), **settings, seeds=[1, 2], control=True))
@@ -61,7 +61,7 @@ def test_losses_that_are_not_finite_are_written_as_null(tokens, monkeypatch):
         ({"seeds": []}, r"seeds=\[\] is empty"),
         ({"seeds": [2**32]}, r"seeds=\[4294967296\] is too large"),
         ({"device": "tpu"}, "device=tpu is unknown; choose one of cuda, cpu"),
-        ({"model": "gpt5", "device": "cpu"}, "model=gpt5 is unknown; choose one of gpt2, "),
+        ({"model_name": "gpt5"}, "model_name=gpt5 is unknown; choose one of gpt2, "),
     ],
 )
 def test_impossible_settings_are_refused(given, sentence):

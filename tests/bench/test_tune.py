@@ -6,6 +6,7 @@ import torch
 
 from bench import tune
 from bench.common.command_line import launch
+from errors import UserError
 from kernels.flash2.tiles import HOPPER_CONFIGS, TABLE, TileConfig, hopper_config_for, plain_tiles_for
 
 TILE = {"queries": 64, "keys": 32, "warps": 4, "stages": 3}
@@ -34,6 +35,11 @@ def test_without_a_gpu_tune_refuses_in_one_sentence(monkeypatch, tmp_path, capsy
         launch(tune.run, tune.TuneSettings)
     assert capsys.readouterr().err.startswith("error: bench.tune needs a GPU and finds none")
     assert not any(tmp_path.iterdir())
+
+
+def test_a_head_size_without_tiles_is_refused():
+    with pytest.raises(UserError, match="head_dims=65 is unknown; choose one of 16, 32, 64, 128, 256"):
+        tune.TuneSettings(head_dims=[64, 65])
 
 
 def test_what_tune_writes_is_what_the_kernels_launch():

@@ -1,5 +1,6 @@
 """The command line of the benchmarks: settings from a dataclass alone, and help made of its docstrings."""
 
+import ast
 import sys
 from dataclasses import dataclass, field
 
@@ -7,6 +8,7 @@ import pytest
 
 from bench.common.command_line import check_choice, check_output_file, check_positive, field_docs, launch
 from errors import UserError
+from tests.e2e import ROOT
 
 
 @dataclass
@@ -71,8 +73,10 @@ def test_help_comes_from_the_docstrings(monkeypatch, capsys):
         ("rounds=0", "rounds=0 must be positive"),
         ("sizes=[64,-1]", "sizes=[64,-1] must be positive"),
         ("round=1", "did you mean rounds?"),
-        ("cells=a,b", "cells"),
-        ("cells=a", "cells"),
+        ("cells=a,b", "cells=a,b is not a list; write 'cells=[a,b]'"),
+        ("cells=a", "cells=a is not a list; write 'cells=[a]'"),
+        ("rounds=3000000000", "rounds=3000000000 is too large; give at most 2147483648"),
+        ("sizes=[99999999999999999999]", "sizes=[99999999999999999999] is too large"),
         ("out=.", "out=. is a folder; name a file in the folder"),
         (
             "out=/dev/null/x",
@@ -85,6 +89,16 @@ def test_a_wrong_setting_is_one_sentence_and_status_2(argument, words, monkeypat
         start(monkeypatch, argument)
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and words in error
+
+
+def test_no_setting_has_the_name_of_a_group():
+    """Hydra takes model=gpt2-nano for a choice of the group conf/model, and not for a setting."""
+    trees = (ast.walk(ast.parse(file.read_text())) for file in (ROOT / "bench").rglob("*.py"))
+    classes = [node for tree in trees for node in tree if isinstance(node, ast.ClassDef)]
+    settings = [node for node in classes if node.name.endswith("Settings")]
+    names = {field.target.id for node in settings for field in node.body if isinstance(field, ast.AnnAssign)}
+    assert len(settings) == 12 and "model_name" in names
+    assert not names & {path.name for path in (ROOT / "conf").iterdir()}
 
 
 def test_a_choice_is_checked():
