@@ -19,6 +19,23 @@ function trace(chart, run, number) {
   };
 }
 
+/** Marks the points of a curve from which on a resumed run had other settings. */
+function marks(chart, run, curve) {
+  const changes = curve.x.length ? Object.entries(run.y[chart.key].changes) : [];
+  return {
+    x: changes.map(([point]) => curve.x[point]),
+    y: changes.map(([point]) => curve.y[point]),
+    text: changes.map(([, settings]) => settings),
+    visible: curve.visible,
+    mode: "markers+text",
+    marker: { size: 10, symbol: "diamond", color: run.colour },
+    textposition: "top center",
+    textfont: { size: 10 },
+    cliponaxis: false,
+    hoverinfo: "skip",
+  };
+}
+
 function layout(chart) {
   const titles = { tokens: "tokens", step: "optimizer steps", time: `${page.unit} of training` };
   return {
@@ -62,7 +79,9 @@ function draw() {
   for (const element of document.querySelectorAll(".chart")) {
     const chart = page.charts.find(({ key }) => key === element.dataset.key);
     const isNew = !element.data;
-    Plotly.react(element, page.runs.map((run, number) => trace(chart, run, number)), layout(chart), {
+    const curves = page.runs.map((run, number) => trace(chart, run, number));
+    const diamonds = page.runs.map((run, number) => marks(chart, run, curves[number]));
+    Plotly.react(element, [...curves, ...diamonds.filter(({ x }) => x.length)], layout(chart), {
       displayModeBar: false,
       responsive: true,
     });

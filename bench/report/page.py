@@ -10,8 +10,8 @@ import jinja2
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from bench.report.page_tables import Table, common, differences, summary
-from bench.report.runs import TrainingRun
+from bench.report.page_tables import Table, changes, common, differences, summary
+from bench.report.runs import TrainingRun, setting_text
 
 HERE = Path(__file__).parent
 COLOURS = "#4269d0", "#e8863a", "#3ca951", "#d64a5f", "#a463f2", "#2aa5b8", "#d562a5", "#9c6b4e"
@@ -72,6 +72,7 @@ def render(runs: list[TrainingRun], results: list[Table], failed: Sequence[str])
         data={"charts": [chart._asdict() for chart in charts], "runs": curves, "unit": unit},
         summary=summary(runs),
         apart=apart,
+        changes=changes(runs),
         common=common(runs),
         results=results,
         n_runs=len(runs),
@@ -83,6 +84,7 @@ def curves_of(run: TrainingRun, look: tuple[str, str], unit_s: int) -> dict:
     """Return the data that page.js draws: x axes by row, and each metric's values with the numbers of their rows."""
     dash, colour = look
     series = {chart.key: run.series(chart.key) for chart in CHARTS}
+    series = {key: of_key for key, of_key in series.items() if of_key}
     axes = {"tokens": [row["tokens"] for row in run.rows], "step": [row["step"] for row in run.rows]}
     return {
         "name": run.name,
@@ -91,5 +93,18 @@ def curves_of(run: TrainingRun, look: tuple[str, str], unit_s: int) -> dict:
         "dash": dash,
         "line": DASHES[dash],
         "x": axes | {"time": [round(seconds / unit_s, 4) for seconds in run.seconds()]},
-        "y": {key: {"rows": list(of_key), "values": list(of_key.values())} for key, of_key in series.items() if of_key},
+        "y": {
+            key: {"rows": list(of_key), "values": list(of_key.values()), "changes": marks(run, list(of_key))}
+            for key, of_key in series.items()
+        },
     }
+
+
+def marks(run: TrainingRun, rows: list[int]) -> dict[int, str]:
+    """Return the text of each change of settings, by the index of the first point after the change, or of the last."""
+    texts = {}
+    for number, changed in run.changes.items():
+        index = next((index for index, row in enumerate(rows) if row >= number), len(rows) - 1)
+        pairs = (f"{key} {setting_text(before)} -> {setting_text(after)}" for key, (before, after) in changed.items())
+        texts[index] = html.escape(", ".join(pairs))
+    return texts

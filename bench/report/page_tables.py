@@ -7,7 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
-from bench.report.runs import TrainingRun, files_below
+from bench.report.runs import TrainingRun, files_below, setting_text
 from errors import UserError
 
 
@@ -103,6 +103,18 @@ def common(runs: list[TrainingRun]) -> Table:
     shared = {key: value for run in runs for key, value in run.settings.items() if key not in apart}
     rows = [[TableCell(key), TableCell(value)] for key, value in shared.items()]
     return Table("Settings in common", "", ["setting", "value"], rows)
+
+
+def changes(runs: list[TrainingRun]) -> Table:
+    """Return the settings that were changed when runs were resumed, one row per run, step and setting."""
+    rows = []
+    for run in runs:
+        for number, of_resume in run.changes.items():
+            for key, pair in of_resume.items():
+                texts = map(TableCell, (key, *map(setting_text, pair)))
+                rows.append([TableCell(run.name), json_cell(run.rows[number]["step"]), *texts])
+    note = "The curves have a diamond there. The other tables show the settings that a run ended with."
+    return Table("Settings changed on resume", note, ["run", "after step", "setting", "before", "after"], rows)
 
 
 def read_results(place: str) -> list[Table]:

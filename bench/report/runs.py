@@ -30,6 +30,8 @@ class TrainingRun:
     """Values as in YAML by dotted key; empty if the folder has no config.yaml."""
     rows: list[Row]
     """The rows of metrics.jsonl; None is a metric that was not finite."""
+    changes: dict[int, dict[str, list]]
+    """The settings that a resume changed, by the number of the row: {"optimizer.lr": [before, after]}."""
 
     def series(self, key: str) -> dict[int, float | None]:
         """Return a metric by the number of its row, for the rows that have it."""
@@ -67,7 +69,7 @@ def read_runs(places: list[str]) -> list[TrainingRun]:
     folders = list(dict.fromkeys(folder for place in places for folder in find(place)))
     common = os.path.commonpath([folder.parent for folder in folders])
     return [
-        TrainingRun(folder.relative_to(common).as_posix(), read_settings(folder / "config.yaml"), read_rows(folder))
+        TrainingRun(folder.relative_to(common).as_posix(), read_settings(folder / "config.yaml"), *read_rows(folder))
         for folder in folders
     ]
 
@@ -84,8 +86,6 @@ def find(place: str) -> list[Path]:
     return folders
 
 
-def natural(path: Path) -> list:
-    """Return a sort key that puts 2_naive before 10_naive."""
 def files_below(folder: Path, pattern: str) -> list[Path]:
     """Return the files of a name pattern in and below a folder, each real file once, also through links to folders.
 
@@ -108,6 +108,8 @@ def files_below(folder: Path, pattern: str) -> list[Path]:
     return list(found.values())
 
 
+def natural(path: Path) -> list:
+    """Return a sort key that puts 2_naive before 10_naive."""
     return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", str(path))]
 
 
@@ -124,21 +126,30 @@ def read_settings(path: Path) -> dict[str, str]:
 def flat(node: object, key: str = "") -> list[tuple[str, str]]:
     if isinstance(node, dict):
         return [pair for name, child in node.items() for pair in flat(child, f"{key}.{name}" if key else str(name))]
-    return [(key, node if isinstance(node, str) else json.dumps(node))]
+    return [(key, setting_text(node))]
 
 
-def read_rows(folder: Path) -> list[Row]:
-    """Return the rows of metrics.jsonl. An incomplete last line of a killed run is left out."""
+def setting_text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def read_rows(folder: Path) -> tuple[list[Row], dict[int, dict[str, list]]]:
+    """Return the rows of metrics.jsonl and the changes of settings. A killed run's incomplete last line is left out."""
     path = folder / "metrics.jsonl"
-    rows = []
+    rows, changes = [], {}
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
         try:
             row = json.loads(line)
+            changed = row.pop("settings_changed", {})
+            if not all(len(pair) == 2 for pair in changed.values()):
+                raise ValueError("a change has two values")
             if not all(isinstance(row[key], int) for key in ("step", "tokens")):
                 raise ValueError("a row has a step and tokens")
             rows.append({key: None if value is None else finite(value) for key, value in row.items()})
-        except (ValueError, TypeError, LookupError) as error:
+            if changed:
+                changes[len(rows) - 1] = changed
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
             if not line.endswith(b"\n"):
                 break
             raise UserError(f"{path} line {number} is not a row of metrics; remove the line") from error
-    return rows
+    return rows, changes

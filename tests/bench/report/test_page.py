@@ -31,6 +31,14 @@ def metrics(steps: int, loss: float) -> dict[int, dict]:
     return rows
 
 
+def change_settings(run: Path, step: int, changed: dict) -> None:
+    """Add the row that a resume at `step` writes if settings changed."""
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    before = sum(json.loads(line)["step"] <= step for line in lines)
+    lines.insert(before, json.dumps({"step": step, "tokens": 100 * step, "settings_changed": changed}))
+    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+
+
 @pytest.fixture(scope="module")
 def report(tmp_path_factory) -> Path:
     """Write a page of three ordinary runs, one with a single row, one without rows, and one with a hostile name."""
@@ -43,6 +51,7 @@ def report(tmp_path_factory) -> Path:
         save_run(folder / "empty", {}),
         save_run(folder / HOSTILE, metrics(200, 3.4)),
     ]
+    change_settings(runs[1], 100, {"optimizer.lr": [0.001, 0.004], "data.dir": ["a", HOSTILE]})
     config = runs[-1] / "config.yaml"
     config.write_text(config.read_text().replace("project: gpt2-flash", f"project: {json.dumps(HOSTILE)}"))
     (folder / "results.json").write_text(json.dumps({"environment": {"gpu": HOSTILE}, "rows": [{HOSTILE: HOSTILE}]}))
@@ -84,9 +93,8 @@ def axis(page: Page, name: str, key: str = "train/loss") -> dict:
 
 def curves(page: Page) -> list[int]:
     """Return the number of curves of each chart."""
-    return page.locator(".chart").evaluate_all(
-        "all => all.map(one => one.querySelectorAll('.scatterlayer .trace').length)"
-    )
+    lines = ".scatterlayer .trace:not(:has(.textpoint))"
+    return page.locator(".chart").evaluate_all(f"all => all.map(one => one.querySelectorAll('{lines}').length)")
 
 
 def place(page: Page, x: float, y: float) -> tuple[float, float]:
@@ -156,6 +164,17 @@ def test_dragging_zooms_and_a_hidden_run_leaves_the_zoom(page):
         assert axis(page, "xaxis.range") == zoomed
     page.mouse.dblclick(*place(page, 0.5, 0.5))
     assert axis(page, "xaxis.range") == pytest.approx(whole)
+
+
+def test_changed_settings_are_marked_on_the_curve_and_listed(page):
+    """A diamond is at the first point after the change: 110 for the training loss, 120 for the validation loss."""
+    for key, step in (("train/loss", 110), ("val/loss", 120)):
+        (text,) = chart(page, key).locator(".textpoint").all_text_contents()
+        assert text == f"optimizer.lr 0.001 -> 0.004, data.dir a -> {HOSTILE}"
+        mark = chart(page, key).evaluate("element => element.data.at(-1)")
+        assert mark["x"] == [100 * step] and mark["y"] == pytest.approx([3.1 + 5 / step])
+    listed = page.locator("#changes td").all_inner_texts()
+    assert listed == ["sdpa", "100", "optimizer.lr", "0.001", "0.004", "sdpa", "100", "data.dir", "a", HOSTILE]
 
 
 def test_a_metric_that_is_not_finite_is_a_gap(page):

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from bench.report.page_tables import common, differences
+from bench.report.page_tables import changes, common, differences, summary
 from bench.report.runs import read_runs
 from errors import UserError
 from tests.bench.report.made_up import save_run
@@ -70,7 +70,11 @@ def test_the_metrics_of_a_killed_run_are_read(write_run):
 
 
 @pytest.mark.parametrize(
-    "line", ['{"step": 1, "tok', "[1]", '{"step": 1}', '{"step": 1, "tokens": 2, "val/loss": "x"}']
+    "line",
+    [
+        *('{"step": 1, "tok', "[1]", '{"step": 1}', '{"step": 1, "tokens": 2, "val/loss": "x"}'),
+        *(f'{{"step": 1, "tokens": 2, "settings_changed": {wrong}}}' for wrong in ('["a"]', '{"a": [1]}', '{"a": 7}')),
+    ],
 )
 def test_a_bad_line_that_is_not_the_last_is_refused(write_run, line):
     folder = write_run("broken", {1: LOSS})
@@ -78,6 +82,19 @@ def test_a_bad_line_that_is_not_the_last_is_refused(write_run, line):
     path.write_text(path.read_text() + line + "\n" + path.read_text())
     with pytest.raises(UserError, match=r"metrics\.jsonl line 2 is not a row of metrics; remove"):
         read_runs([str(folder)])
+
+
+def test_changed_settings_are_not_metrics(write_run):
+    """A resume with other settings writes a row of its own."""
+    folder = write_run("resumed", {10: LOSS | {"perf/step_ms": 100.0}})
+    with open(folder / "metrics.jsonl", "a") as metrics:
+        metrics.write('{"step": 10, "tokens": 1000, "settings_changed": {"optimizer.lr": [0.001, 0.004]}}\n')
+        metrics.write('{"step": 20, "tokens": 2000, "train/loss": 2.0, "perf/step_ms": 200.0}\n')
+    (run,) = read_runs([str(folder)])
+    assert run.changes == {1: {"optimizer.lr": [0.001, 0.004]}} and run.finite("train/loss") == [3.0, 2.0]
+    assert run.seconds() == pytest.approx([1.0, 1.0, 3.0])
+    assert [cell.text for cell in changes([run]).rows[0]] == ["resumed", "10", "optimizer.lr", "0.001", "0.004"]
+    assert summary([run]).rows[0][0].text == "resumed"
 
 
 @pytest.mark.parametrize("content", ["train: ["])
