@@ -1,5 +1,6 @@
-"""UserError, the exception for mistakes that a user can fix, and how a program prints it."""
+"""UserError, the exception for mistakes that a user can fix, and what a program prints."""
 
+import io
 import math
 import re
 import sys
@@ -26,6 +27,26 @@ def check_range(key: str, value: float | None, low: float, high: float | None = 
     if value is not None and not (low <= value < math.inf and (high is None or value <= high)):
         upper = "" if high is None else f" and at most {high}"
         raise UserError(f"{key}={value} must be at least {low}{upper}")
+
+
+class _Output(io.FileIO):
+    """A standard stream that discards what is written after its reader has ended, as `head` does."""
+
+    def write(self, data: memoryview) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            return len(data)
+
+
+def guard_output() -> None:
+    """Let stdout and stderr escape characters that they cannot encode, and outlive their readers."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream and stream is getattr(sys, f"__{name}__"):  # not a test's, or one that is closed or guarded
+            buffer = io.BufferedWriter(_Output(stream.fileno(), "w", closefd=False))
+            options = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
+            setattr(sys, name, io.TextIOWrapper(buffer, stream.encoding, "backslashreplace", **options))
 
 
 def refuse(sentence: str) -> NoReturn:

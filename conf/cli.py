@@ -1,14 +1,16 @@
 """The command line: compose a configuration with Hydra, and print one sentence for every mistake in it."""
 
+import json
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -17,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from conf import schema
 from conf.explain import explain, sentence_of, unknown_setting
-from errors import UserError, refuse
+from errors import UserError, guard_output, refuse
 from hydra_plugins import process_launcher
 from trainer.distributed.world import is_of_submitit, started
 
@@ -30,6 +32,7 @@ def launch(run: Callable[[Any], None], config_name: str, literal: str | None = N
     A UserError, or an error of Hydra's, ends the program with one sentence on stderr and status 2. `literal` is the key
     of a free text, which needs no quotes for Hydra. With -m, each job is a new process.
     """
+    guard_output()
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Otherwise Hydra prints errors itself, and at length.
     schema.register()
     process_launcher.register()
@@ -41,6 +44,7 @@ def launch(run: Callable[[Any], None], config_name: str, literal: str | None = N
     def job(config: DictConfig) -> None:
         nonlocal composed
         composed = True
+        guard_output()  # again in a process of submitit
         try:
             processes = HydraConfig.get().launcher.get("nproc_per_node", 1)
             if processes > 1 and not _is_job_of_sweep():
@@ -130,9 +134,17 @@ def _remove_if_empty(folder: Path) -> None:
             folder.rmdir()
 
 
-def _refuse(sentence: str) -> None:
+def _refuse(sentence: str) -> NoReturn:
+    """Print the sentence and exit, once for all processes that torchrun started.
+
+    torchrun adds a report of the processes that failed. This is the first one alone, with the sentence.
+    """
     rank, size = started()
-    if rank:  # torchrun ends this process meanwhile, so that only the first one prints the sentence
+    if rank:
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # torchrun ends this process if the first one fails
         time.sleep(TORCHRUN_GRACE_S)
         sentence += f" (process {rank} of {size})"
+    if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        message = {"message": sentence, "extraInfo": {"timestamp": int(time.time())}}
+        Path(report).write_text(json.dumps({"message": message}))
     refuse(sentence)

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from model import generate
 from tests.e2e import ROOT, TINY, run, start, train
@@ -172,17 +173,25 @@ def test_token_outside_the_vocabulary_is_refused_with_its_offset(workplace):
 
 
 def test_process_refuses_and_helps_without_a_traceback(workplace):
-    """The other tests run the scripts inside their own process."""
-    refused = start(str(ROOT / "train.py"), "model.context_lenght=512")
+    """The other tests run the scripts inside their own process. `--help` is read as by `head -1`."""
     helped = start(str(ROOT / "train.py"), "--help")
+    refused = start(str(ROOT / "train.py"), "model.context_lenght=512")
+    assert helped.stdout.readline().startswith("Train a GPT-2")
+    helped.stdout.close()
     out, err = refused.communicate(timeout=60)
     assert refused.returncode == 2 and out == ""
     assert err.startswith("error: model.context_lenght is not a setting (did you mean context_length?)")
     assert len(err.splitlines()) == 1
-    out, err = helped.communicate(timeout=60)
-    assert helped.returncode == 0 and err == ""
-    assert out.startswith("Train a GPT-2") and "Examples:" in out
+    assert (helped.wait(timeout=60), helped.stderr.read()) == (0, "")
     assert not any(path.is_file() for path in workplace.rglob("outputs/**/*"))
+
+
+def test_torchruns_report_of_the_failed_processes_ends_with_the_sentence(workplace, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "report.json")
+    run("train.py", *TINY, "model.n_head=3")
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file="report.json")
+    *_, sentence, _ = str(ChildFailedError("train.py", {0: failure})).splitlines()
+    assert "model.n_embd=32 does not divide into model.n_head=3" in sentence
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,28 @@
+"""What every program does with its output."""
+
+import os
+import subprocess
+import sys
+
+from tests.e2e import ROOT
+
+PROGRAM = """
+import sys
+from errors import guard_output
+guard_output()
+print("na\u00efve \ufffd")
+for _ in range(10**5):
+    print("more")
+print("an error \u00ef", file=sys.stderr)
+sys.exit(3)
+"""
+
+
+def test_output_that_cannot_be_encoded_is_escaped_and_a_closed_pipe_does_not_end_a_program():
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii:strict"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen([sys.executable, "-c", PROGRAM], env=environment, **pipes)
+    assert process.stdout.readline() == rb"na\xefve \ufffd" + b"\n"
+    process.stdout.close()  # as head does; a pipe holds less than 10**5 lines
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (3, rb"an error \xef" + b"\n")
