@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from errors import UserError, check_range
 
+TORCHRUN = str(Path(__file__).with_name("torchrun.py"))
 failed_jobs: list[str] = []
 """Names of the jobs that ended with an exit status other than 0. Hydra drops what a launcher returns."""
 
@@ -106,7 +107,7 @@ class ProcessLauncher(Launcher):
 
     def _run(self, position: str, name: str, title: str, arguments: list[str]) -> None:
         print(f"job {position}: {title}", flush=True)
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.nproc_per_node}"]
+        torchrun = [TORCHRUN, "--standalone", f"--nproc_per_node={self.nproc_per_node}"]
         launcher, main = torchrun if self.nproc_per_node > 1 else [], sys.modules["__main__"]
         program = ["-m", main.__spec__.name] if main.__spec__ else [main.__file__]
         self.process = subprocess.Popen([sys.executable, *launcher, *program, *arguments])
