@@ -3,6 +3,7 @@
 import io
 import math
 import re
+import shlex
 import sys
 from collections.abc import Iterable
 from typing import NoReturn
@@ -47,6 +48,14 @@ def guard_output() -> None:
             buffer = io.BufferedWriter(_Output(stream.fileno(), "w", closefd=False))
             options = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
             setattr(sys, name, io.TextIOWrapper(buffer, stream.encoding, "backslashreplace", **options))
+
+
+def assigned(key: str, value: object) -> str:
+    """Return key=value for a command line in a shell. Hydra needs quotes around a value with = or blanks."""
+    if re.fullmatch(r"[\w./:@%+-]+", str(value), re.ASCII):
+        return f"{key}={value}"
+    escaped = str(value).replace('"', '\\"')
+    return shlex.quote(f'{key}="{escaped}"')
 
 
 def refuse(sentence: str) -> NoReturn:

@@ -7,12 +7,12 @@ micro_step show forward, backward, clip and step.
 import time
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from conf.cli import chosen, is_output_dir_given, launch, output_dir, sweep_name
+from conf.resume import changed_settings, command_to_continue, resumed_settings
 from conf.schema import Config
 from data.loader import document_options
 from data.tokenizers import end_of_text
@@ -27,7 +27,8 @@ from trainer.build import (
     open_logs,
     run_shape,
 )
-from trainer.checkpoint.load import load_resumed
+from trainer.checkpoint.files import State
+from trainer.checkpoint.load import check_shared, load_resumed
 from trainer.checkpoint.policy import Checkpoints, open_checkpoints
 from trainer.distributed.parallel import data_parallel, shard, synchronise_gradients
 from trainer.distributed.world import ALONE, World, join
@@ -40,58 +41,62 @@ from trainer.optimizer import build_optimizer, clip_gradients, learning_rate, se
 from trainer.precision import Compute, choose_compute
 from trainer.signals import StopRequest
 from trainer.state import TrainState
-from trainer.summary import describe, last_words
+from trainer.summary import describe, first_step_message, last_words
 from trainer.watch import Watch
 
 
 def main(config: Config) -> None:
-    """Join the processes that torchrun or Slurm started, and train."""
+    """Join the processes that torchrun or Slurm started, and train. A resumed run has its checkpoint's settings."""
+    resumed = load_resumed(config.checkpoint, output_dir(), is_output_dir_given())
+    if resumed:
+        config = resumed_settings(config, resumed)
     with join(config.parallel, config.device, config.train.timeout_s) as world:
-        stop = train(config, world)
+        stop = train(config, resumed, world)
     stop.end_process()
 
 
-def train(config: Config, world: World = ALONE) -> StopRequest:
+def train(config: Config, resumed: State | None, world: World = ALONE) -> StopRequest:
     """Assemble a run from its settings, and train it. It leaves metrics, checkpoints and a sample in its folder."""
+    check_shared(resumed, world)
     compute, folder = choose_compute(config.device, config.precision, world), world.from_first(output_dir())
     config.train.share(world.size)  # refuses a global batch that the processes cannot share
     check_graphs(config.train, compute)
     tokens = world.first_ahead(lambda: open_tokens(config.data))  # the first process may have to make the files
-    saves_to = Path(config.checkpoint.dir or folder / "checkpoints")
-    is_given = bool(config.checkpoint.dir) or is_output_dir_given()
-    resumed = load_resumed(config.checkpoint.resume, saves_to, is_given, config.train.max_steps, world)
-    resumed_step = resumed["step"] if resumed else None
+    saves_to, resumed_step = config.checkpoint.folder(folder), resumed["step"] if resumed else None
 
     fix_randomness(config.train)
     config.model = run_shape(config.model, tokens, resumed)
+    config.wandb = wandb_labels(config, compute)
+    changes = changed_settings(resumed["config"], asdict(config)) if resumed else {}
     documents = config.data.document_mask
     options = {"document_mask": documents, "is_resumed": resumed_step is not None}
     model = build_model(config.model, config.attention, config.train, compute, **options)
     model = shard(model, compute, config.train.reshard_after_forward)
-    checkpoints = open_checkpoints(
-        saves_to, config.checkpoint, model, compute, config.train.timeout_s, resumed_step or 0
-    )
+    checkpoints = open_checkpoints(saves_to, config.checkpoint, model, compute, config.train.timeout_s, resumed_step)
     optimizer = build_optimizer(model, config.optimizer)
     with (
         build_loader(config.train, tokens, config.model, compute) as loader,
         claimed({folder: "hydra.run.dir", saves_to: "checkpoint.dir"}, world),
     ):
-        state = TrainState(model, optimizer, compute.grad_scaler(), loader, tokens.tokenizer, config=asdict(config))
+        options = {"config": asdict(config), "world": world}
+        state = TrainState(model, optimizer, compute.grad_scaler(), loader, tokens.tokenizer, **options)
         if resumed:
             state.load_state_dict(resumed)
-            del resumed  # 12 bytes of host memory per parameter
+            resumed.clear()  # 12 bytes of host memory per parameter
         world.draw_apart(config.train.seed + state.step)
         options = {"max_steps": config.train.max_steps, "run_config": state.config, "resumed_step": resumed_step}
         with (
-            open_logs(folder, world, wandb=wandb_labels(config, compute), **options) as log,
+            open_logs(folder, world, changes, wandb=config.wandb, **options) as log,
             StopRequest(world) as stop,
             checkpoints.saving(state, log.message),
             explaining_out_of_memory(model, config.train, compute),
         ):
             log.message(describe(state, tokens, config.attention, config.train, compute, documents))
+            log.settings_changed(state.step, state.tokens, changes)
             watch = Watch(state, config.train, checkpoints, folder / "replay", log.message, world)
             loop(config, state, tokens, compute, checkpoints, watch, log, stop)
-            log.message(last_words(state, tokens, config.train, compute, stop, checkpoints.newest))
+            command = command_to_continue(checkpoints.newest, folder, config.attention)
+            log.message(last_words(state, tokens, config.train, compute, stop, command))
             log.message(f"outputs in {folder}")
     return stop
 
@@ -139,7 +144,8 @@ def loop(
         if meter.step():  # the first step
             if state.step < settings.max_steps:
                 step = capture(step, state.model, config.model.context_length, settings, compute)
-            log.message(first_step_message(time.perf_counter() - began, is_compiled(settings, compute), step))
+            kinds = is_compiled(settings, compute), not isinstance(step, partial)
+            log.message(first_step_message(time.perf_counter() - began, *kinds))
         with log.row(state.step, state.tokens) as row:
             if is_due(settings.log_interval):
                 row |= watch.read() | meter.read()
@@ -186,12 +192,6 @@ def micro_step(
         loss = model(inputs, targets, **documents)
     state.scaler.scale(loss / micro_steps).backward()
     return loss.detach()
-
-
-def first_step_message(seconds: float, compiled: bool, step: MicroStep) -> str:
-    """Return how long the first step took, and what it included."""
-    graphs = "" if isinstance(step, partial) else "; the next ones are CUDA graphs"
-    return f"first step in {seconds:.1f} s{', compilation included' if compiled else ''}{graphs}"
 
 
 if __name__ == "__main__":

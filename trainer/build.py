@@ -1,6 +1,7 @@
 """The parts of a run, each built from the settings that it uses."""
 
 import os
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,11 @@ from trainer.checkpoint.load import SHAPE, check_resumable, of_this_version
 from trainer.config import TrainConfig
 from trainer.distributed.world import World
 from trainer.flops import model_flops_per_token, peak_flops
-from trainer.loggers import Loggers, start_loggers
+from trainer.loggers import Loggers, describe_changes, start_loggers
 from trainer.meters import ThroughputMeter
 from trainer.precision import Compute
+
+NOTE = re.compile(r"# changed after step (\d+): ")  # in config.yaml
 
 
 def fix_randomness(settings: TrainConfig) -> None:
@@ -124,11 +127,19 @@ def build_meter(model: GPT2, settings: TrainConfig, loader: TrainLoader, compute
     )
 
 
-def open_logs(folder: Path, world: World, **options) -> Loggers:
-    """Start the first process's loggers (see start_loggers) and save config.yaml. The other processes log nothing."""
+def open_logs(folder: Path, world: World, changes: dict[str, list], **options) -> Loggers:
+    """Start the first process's loggers (see start_loggers) and save config.yaml. The other processes log nothing.
+
+    config.yaml has the newest settings. Comments above them tell what resumed runs changed: `changes`, now.
+    """
 
     def start() -> Loggers:
-        OmegaConf.save(OmegaConf.create(options["run_config"]), folder / "config.yaml")
+        path, step = folder / "config.yaml", options["resumed_step"]
+        earlier = path.read_text().splitlines() if path.exists() and step is not None else []
+        notes = [line for line in earlier if (found := NOTE.match(line)) and int(found[1]) < step]
+        notes += [f"# changed after step {step}: {describe_changes(changes)}"] if changes else []
+        settings = OmegaConf.to_yaml(OmegaConf.create(options["run_config"]))
+        path.write_text("".join(f"{note}\n" for note in notes) + settings)
         return start_loggers(folder, **options)
 
     return world.agreed(lambda: start() if world.is_first else Loggers([]))

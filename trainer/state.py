@@ -12,6 +12,7 @@ from trainer.checkpoint.files import State
 from trainer.checkpoint.load import of_this_version
 from trainer.checkpoint.sharded import read_parts
 from trainer.distributed.parallel import split_moments, split_weights
+from trainer.distributed.world import ALONE, World
 
 NUMBERS = ("step", "best_loss", "evaluated", "skipped", "norms")
 
@@ -30,7 +31,8 @@ class TrainState:
     evaluated: int = 0  # the step of the last complete evaluation
     skipped: int = 0  # steps that were dropped because loss or gradient was not finite
     norms: list[float] = field(default_factory=list)  # of the last steps' gradients, whose median is the usual norm
-    config: State = field(default_factory=dict)  # the run's settings
+    config: State = field(default_factory=dict)  # the run's settings, which a resumed run takes over
+    world: World = ALONE
 
     @property
     def tokens(self) -> int:
@@ -59,7 +61,8 @@ class TrainState:
     def load_state_dict(self, state: State) -> None:
         """Restore a state. If its tensors are still in their folder, read this process's part."""
         with of_this_version(state):
-            self._load(read_parts(state, self.model) if "folder" in state else state)
+            model = self.model if self.world.is_sharded else None
+            self._load(read_parts(state, model) if "folder" in state else state)
 
     def _load(self, state: State) -> None:
         self.model.load_state_dict(split_weights(self.model, state["model"]))

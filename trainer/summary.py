@@ -1,7 +1,5 @@
 """What a run says about itself at its start and at its end."""
 
-from pathlib import Path
-
 import torch
 
 from data.tokenizers import get_tokenizer
@@ -48,11 +46,11 @@ def describe(
 
 
 def last_words(
-    state: TrainState, tokens: TokenSet, settings: TrainConfig, compute: Compute, stop: StopRequest, checkpoint: Path
+    state: TrainState, tokens: TokenSet, settings: TrainConfig, compute: Compute, stop: StopRequest, command: str
 ) -> str:
-    """Return a sample of a finished run, or how to continue a run that a signal stopped."""
+    """Return a sample of a finished run, or the `command` that continues a run that a signal stopped."""
     if stop.signal is not None:
-        return f"{stop.signal.name} after step {state.step}; continue with checkpoint.resume={checkpoint}"
+        return f"{stop.signal.name} after step {state.step}; continue with: {command}"
     return sample(state.model, tokens, settings, compute)
 
 
@@ -78,3 +76,9 @@ def sample(model: GPT2, tokens: TokenSet, settings: TrainConfig, compute: Comput
             vocab_size=tokenizer.vocab_size,
         )
         return "a sample:\n" + tokenizer.decode(text)
+
+
+def first_step_message(seconds: float, compiled: bool, graphs: bool) -> str:
+    """Return how long the first step took, and what it included."""
+    included = ", compilation included" if compiled else ""
+    return f"first step in {seconds:.1f} s{included}{'; the next ones are CUDA graphs' if graphs else ''}"

@@ -1,6 +1,7 @@
 """The settings of checkpoints (group `checkpoint`)."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from errors import check_choice, check_range
 
@@ -19,12 +20,16 @@ class CheckpointConfig:
     resume: str | None = None
     """null starts a new run. auto continues from the newest checkpoint in checkpoint.dir, or starts if there is none;
     it needs hydra.run.dir or checkpoint.dir. A path continues from that checkpoint, or from the newest complete one in
-    that folder."""
+    that folder. The checkpoint gives all settings that the command line does not."""
     asynchronous: bool | None = None
     """Write in the background. Training then waits only for a copy to host memory (12 bytes per parameter). null is
     true on a GPU and false on a CPU. parallel=fsdp and hsdp always write in the background."""
     on_error: str = "stop"
     """If the disk refuses a checkpoint: stop, or continue until the next one. The last checkpoint must succeed."""
+
+    def folder(self, output: Path) -> Path:
+        """Return the folder of the checkpoints of a run whose outputs are in `output`."""
+        return Path(self.dir or output / "checkpoints")
 
     def __post_init__(self):
         for key in ("interval", "keep"):

@@ -6,10 +6,11 @@ from pathlib import Path
 
 from errors import UserError, is_of_memory
 from model.attention import restore_pattern
+from trainer.checkpoint.config import CheckpointConfig
 from trainer.checkpoint.files import CheckpointError, State
 from trainer.checkpoint.folder import candidates, find, read_checked
 from trainer.checkpoint.sharded import read_parts
-from trainer.distributed.world import ALONE, World, is_of_submitit, restarts
+from trainer.distributed.world import World, is_of_submitit, restarts, started
 
 SHAPE = ("context_length", "n_layer", "n_head", "n_embd", "vocab_size")  # a resumed run cannot change these
 
@@ -43,38 +44,43 @@ def load(source: str | Path, key: str = "checkpoint", tell: Callable[[str], None
         raise UserError(f"{'; '.join(map(str, refused))}; give another one with {key}=")
     raise UserError(
         f"{key}={source} is neither a checkpoint nor a folder of checkpoints; give a step-*.pt or its folder"
+        f"{', or null to start a new run' if key == 'checkpoint.resume' else ''}"
     )
 
 
-def load_resumed(
-    source: str | None, folder: Path, is_given: bool, max_steps: int, world: World = ALONE
-) -> State | None:
-    """Return the checkpoint that checkpoint.resume=`source` names, the same for all processes, or None.
+def load_resumed(settings: CheckpointConfig, output: Path, is_given: bool) -> State | None:
+    """Return the checkpoint that checkpoint.resume names, or None.
 
-    `folder` holds this run's own checkpoints. `is_given` says that it is the same at the next start.
+    `is_given` says that the folder `output` is the same at the next start. The processes have not joined yet, because
+    the settings by which they join are in the checkpoint.
     """
-    if source != "auto" and restarts() and world.is_first:
+    source, folder, is_first = settings.resume, settings.folder(output), started()[0] == 0
+    if source != "auto" and restarts() and is_first:
         print(
             "torchrun restarted the processes, and this run begins again; hydra.run.dir=FOLDER checkpoint.resume=auto "
             "continues from the newest checkpoint"
         )
     if source == "auto":
-        if not is_given and not is_of_submitit():  # Slurm puts a job back into the queue with the same folder
+        # Slurm puts a job back into the queue with the same folder.
+        if not (is_given or settings.dir or is_of_submitit()):
             raise UserError(
                 "checkpoint.resume=auto needs a folder that is the same at every start; give hydra.run.dir=FOLDER, or "
                 "hydra.sweep.dir=FOLDER with -m, or checkpoint.dir=FOLDER"
             )
-        source = world.from_first(folder if find(folder) else None)
+        source = folder if find(folder) else None
     if source is None:
         return None
-    tell = print if world.is_first else lambda text: None
-    state = load(source, key="checkpoint.resume", tell=tell, whole=not world.is_sharded)
-    if state["step"] > max_steps:
+    return load(source, key="checkpoint.resume", tell=print if is_first else lambda text: None, whole=False)
+
+
+def check_shared(state: State | None, world: World) -> None:
+    """Refuse to go on if a process has found another checkpoint than the first one."""
+    mine = state and state["path"]
+    if (first := world.from_first(mine)) != mine:
         raise UserError(
-            f"checkpoint.resume={state['path']} is at step {state['step']}, past train.max_steps={max_steps}; raise "
-            "train.max_steps, or resume from an earlier checkpoint"
+            f"checkpoint.resume gave process {world.rank} {mine}, but the first process {first}; put the checkpoints "
+            "where all processes see them, or give one of them"
         )
-    return state
 
 
 def check_resumable(state: State, shape: dict[str, object], tokenizer: str) -> None:

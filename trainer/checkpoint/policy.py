@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from data.loader import DataError
-from errors import UserError
+from errors import UserError, assigned
 from model.gpt2 import GPT2
 from trainer.checkpoint.background import BackgroundStore
 from trainer.checkpoint.config import CheckpointConfig
@@ -109,13 +109,14 @@ class Checkpoints:
 
 
 def open_checkpoints(
-    folder: Path, settings: CheckpointConfig, model: GPT2, compute: Compute, timeout_s: int, first_step: int
+    folder: Path, settings: CheckpointConfig, model: GPT2, compute: Compute, timeout_s: int, resumed_step: int | None
 ) -> Checkpoints:
-    """Return the checkpoints of a run that starts after `first_step` steps and saves to `folder`."""
+    """Return the checkpoints of a run that starts, or resumes after `resumed_step` steps, and saves to `folder`."""
+    first_step = resumed_step or 0
     if later := newest_complete_after(folder, first_step):
         raise UserError(
             f"{later} is past step {first_step}, from which this run starts; continue it with "
-            f"checkpoint.resume={later}, or choose another checkpoint.dir"
+            f"{assigned('checkpoint.resume', later)}, or choose another checkpoint.dir"
         )
     options = {"keep": settings.keep, "writes": compute.world.is_first}
     asynchronous = compute.device.type == "cuda" if settings.asynchronous is None else settings.asynchronous

@@ -4,6 +4,7 @@ import errno
 from collections.abc import Callable
 from pathlib import Path
 
+from errors import assigned
 from trainer.checkpoint.files import CheckpointError, State, link, remove, write_file
 from trainer.checkpoint.folder import find, outdated
 
@@ -68,5 +69,6 @@ def refusal(path: Path, error: OSError) -> CheckpointError:
 
 def how_to_continue(folder: Path) -> str:
     """Return the advice for a run whose present state cannot be saved."""
-    newest = find(folder)
-    return f"continue with checkpoint.resume={newest}" if newest else "start again: there is no earlier checkpoint"
+    if newest := find(folder):
+        return f"continue with {assigned('checkpoint.resume', newest)}"
+    return "start again: there is no earlier checkpoint"

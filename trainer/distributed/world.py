@@ -148,7 +148,8 @@ def choose_parallel(asked: str | None) -> str:
         )
     if asked not in (None, "none") and "RANK" not in os.environ:
         raise UserError(
-            f"parallel={asked} needs a process for each GPU; start torchrun --nproc_per_node=GPUS train.py ..."
+            f"parallel={asked} needs a process for each GPU; start torchrun --nproc_per_node=GPUS train.py ..., or set "
+            "parallel=none"
         )
     return asked or ("ddp" if size > 1 else "none")
 

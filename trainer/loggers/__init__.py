@@ -8,12 +8,12 @@ from typing import Any
 
 from rich.console import Console
 
-from trainer.loggers.base import Loggers, Metrics, finite
+from trainer.loggers.base import Loggers, Metrics, describe_changes, finite
 from trainer.loggers.console import ConsoleLogger
 from trainer.loggers.jsonl import JsonlLogger, truncate_after
 from trainer.loggers.wandb import WandbConfig, WandbLogger, server_problem
 
-__all__ = ["Loggers", "Metrics", "WandbConfig", "finite", "server_problem", "start_loggers"]
+__all__ = ["Loggers", "Metrics", "WandbConfig", "describe_changes", "finite", "server_problem", "start_loggers"]
 
 
 def start_loggers(

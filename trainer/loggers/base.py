@@ -1,5 +1,6 @@
 """The interface of a logger, and several loggers used as one."""
 
+import json
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -12,11 +13,20 @@ def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
+def describe_changes(changes: dict[str, list]) -> str:
+    """Return [before, after] of each setting as one line, such as optimizer.lr 0.001 -> 0.004."""
+    texts = {key: [x if isinstance(x, str) else json.dumps(x) for x in pair] for key, pair in changes.items()}
+    return ", ".join(f"{key} {before} -> {after}" for key, (before, after) in texts.items())
+
+
 class Logger:
     """Base class of all loggers. Each overrides the methods that concern it."""
 
     def log(self, step: int, tokens: int, metrics: Metrics) -> None:
         """Record metrics after `step` optimizer steps and `tokens` training tokens."""
+
+    def settings_changed(self, step: int, tokens: int, changes: dict[str, list]) -> None:
+        """Record [before, after] of each setting that a resumed run changes after `step`."""
 
     def message(self, text: str) -> None:
         """Show the user one line."""
@@ -34,6 +44,10 @@ class Loggers(Logger, AbstractContextManager):
     def log(self, step: int, tokens: int, metrics: Metrics) -> None:
         for logger in self._loggers:
             logger.log(step, tokens, metrics)
+
+    def settings_changed(self, step: int, tokens: int, changes: dict[str, list]) -> None:
+        for logger in self._loggers if changes else ():
+            logger.settings_changed(step, tokens, changes)
 
     @contextmanager
     def row(self, step: int, tokens: int) -> Iterator[Metrics]:

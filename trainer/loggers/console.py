@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
-from trainer.loggers.base import Logger, Metrics
+from trainer.loggers.base import Logger, Metrics, describe_changes
 
 
 class _Screen(Console):
@@ -45,6 +45,9 @@ class ConsoleLogger(Logger):
                     self._show(step, "  ".join([where, self._eta(), *fields]))
             else:
                 self.message("  ".join([where, *fields, self._eta()]))
+
+    def settings_changed(self, step: int, tokens: int, changes: dict[str, list]) -> None:
+        self.message(f"changed since the checkpoint: {describe_changes(changes)}")
 
     def message(self, text: str) -> None:
         with suppress(OSError):

@@ -21,7 +21,12 @@ class JsonlLogger(Logger):
         self._on_failure, self._has_failed = on_failure, False
 
     def log(self, step: int, tokens: int, metrics: Metrics) -> None:
-        row = {"step": step, "tokens": tokens} | {key: finite(value) for key, value in metrics.items()}
+        self._write({"step": step, "tokens": tokens} | {key: finite(value) for key, value in metrics.items()})
+
+    def settings_changed(self, step: int, tokens: int, changes: dict[str, list]) -> None:
+        self._write({"step": step, "tokens": tokens, "settings_changed": changes})
+
+    def _write(self, row: dict) -> None:
         self._attempt(lambda: self._file.write(json.dumps(row, allow_nan=False).encode() + b"\n"))
         self._attempt(self._file.flush)
 
@@ -38,13 +43,17 @@ class JsonlLogger(Logger):
 
 
 def truncate_after(path: Path, step: float) -> None:
-    """Remove the rows after `step`, and the incomplete last line of a killed run. The file is replaced atomically."""
+    """Remove the rows after `step`, and the incomplete last line of a killed run. The file is replaced atomically.
+
+    Changes of settings after `step` go too, because the run that is resumed from there may change others.
+    """
     if not path.exists():
         return
     shorter = path.with_name(path.name + ".tmp")
     with path.open("rb") as old, shorter.open("wb") as new:
         for line in old:
             with suppress(ValueError, TypeError, KeyError):  # an incomplete line is not a row
-                if json.loads(line)["step"] <= step:
+                row = json.loads(line)
+                if row["step"] + ("settings_changed" in row) <= step:
                     new.write(line.rstrip(b"\n") + b"\n")
     shorter.replace(path)

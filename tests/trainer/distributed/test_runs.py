@@ -53,14 +53,14 @@ def runs(tmp_path_factory) -> Path:
             f"ddp {GLOBAL}",
             f"fsdp_after_alone {GLOBAL} parallel=fsdp {resume.format('alone')}.pt",
             f"fsdp {GLOBAL} parallel=fsdp train.activation_checkpointing=full",
-            f"ddp_after_fsdp {after_fsdp}",
+            f"ddp_after_fsdp {after_fsdp} parallel=ddp",
             f"terminated {GLOBAL} parallel=fsdp checkpoint.interval=100",
             f"slow {each_2}",
             f"full {each_2} checkpoint.on_error=continue",
             f"stopped {each_2}",
             f"unreadable {GLOBAL} parallel=fsdp",
             f"slow_unreadable {GLOBAL}",
-            f"ddp_after_unreadable {GLOBAL} checkpoint.resume=unreadable/checkpoints/step-00000004",
+            f"ddp_after_unreadable {GLOBAL} parallel=ddp checkpoint.resume=unreadable/checkpoints/step-00000004",
         )
         train_on_two_nodes(
             2,
@@ -68,7 +68,7 @@ def runs(tmp_path_factory) -> Path:
             f"fsdp_after_fsdp {after_fsdp} parallel=fsdp",
             f"hsdp_after_fsdp {after_fsdp} parallel=hsdp train.sample_tokens=5",
         )
-        train("alone_after_fsdp", *after_fsdp.split()).ok()
+        train("alone_after_fsdp", *after_fsdp.split(), "parallel=none").ok()
         yield folder
 
 
@@ -123,7 +123,10 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step(runs):
     code, *lines = (runs / "terminated" / "out.txt").read_text().splitlines()
     path = find(runs / "terminated")
     (saved,) = [number for number, line in enumerate(lines) if line.startswith(f"saved {path} in ")]
-    assert code == "143" and saved < lines.index(f"SIGTERM after step 3; continue with checkpoint.resume={path}")
+    (last,) = [number for number, line in enumerate(lines) if line.startswith("SIGTERM after step 3; continue with: ")]
+    assert code == "143" and saved < last
+    command = rf"torchrun --nproc_per_node=2 \S*train.py checkpoint.resume={path} hydra.run.dir={runs / 'terminated'}"
+    assert re.fullmatch(command, lines[last].partition(": ")[2])
 
 
 @pytest.mark.parametrize("folder", ["unreadable", "slow_unreadable"])
@@ -170,7 +173,7 @@ def test_a_full_disk_of_one_process_is_told_and_leaves_the_earlier_checkpoint(ru
 @pytest.fixture(scope="module")
 def as_file(runs) -> Path:
     """The folder of a run of one process that resumed the end of `fsdp`, and so only wrote the state as a file."""
-    train("as_file", *GLOBAL.split(), f"checkpoint.resume={find('fsdp')}").ok()
+    train("as_file", *GLOBAL.split(), f"checkpoint.resume={find('fsdp')}", "parallel=none").ok()
     return runs / "as_file"
 
 

@@ -1,0 +1,99 @@
+"""The settings of a resumed run: those of the checkpoint, with those of the command line on top."""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+
+from conf.cli import to_typed
+from conf.schema import Config
+from errors import UserError, assigned
+from model.attention import VARIANTS, AttentionConfig, restore_attention
+from trainer.checkpoint.files import State
+from trainer.checkpoint.load import of_this_version
+from trainer.distributed.world import is_of_submitit, started
+
+PLACES = ("checkpoint.resume", "checkpoint.dir")  # where a run lies, which is no part of its recipe
+
+
+def resumed_settings(config: Config, state: State) -> Config:
+    """Return the settings of a checkpoint, with those of the command line on top.
+
+    `config` is composed from the command line alone. A group choice such as model=gpt2 gives all settings of its group.
+    """
+    given, source = OmegaConf.structured(config), state["path"]
+    overrides = OverridesParser.create().parse_overrides(HydraConfig.get().overrides.task)
+    choices = HydraConfig.get().runtime.choices
+    groups = [x for x in overrides if x.key_or_group in choices and x.value() is not None]
+    keys = [key for x in groups for key in _keys_of_choice(x.package or x.key_or_group, x.value())]
+    with of_this_version(state):
+        stored = state["config"]
+        if "${" in json.dumps(stored):
+            raise ValueError("its settings refer to others")
+        attention = config.attention if "attention" in keys else _attention_of(stored["attention"], source)
+        merged = OmegaConf.merge(OmegaConf.structured(Config), stored | {"attention": attention})
+    for key in keys:
+        OmegaConf.update(merged, key, OmegaConf.select(given, key), merge=False)
+    for override in overrides:
+        if override not in groups and not override.is_delete():
+            OmegaConf.update(merged, override.key_or_group, override.value())
+    merged.checkpoint.resume = config.checkpoint.resume
+    if state["step"] > merged.train.max_steps:
+        raise UserError(
+            f"checkpoint.resume={source} is at step {state['step']}, past train.max_steps={merged.train.max_steps}; "
+            "raise train.max_steps, or resume from an earlier checkpoint"
+        )
+    return to_typed(merged)
+
+
+def _attention_of(stored: dict, source: str) -> AttentionConfig:
+    variant = VARIANTS.get(stored["name"])
+    if variant and variant.names_code:
+        raise UserError(
+            f"checkpoint.resume={source} was trained with attention={stored['name']}, and a checkpoint must not name "
+            f"code to import; give attention={stored['name']} attention.function={stored['function']} again"
+        )
+    return restore_attention(stored, None)
+
+
+def _keys_of_choice(group: str, choice: str) -> Iterator[str]:
+    """Yield the keys that a choice sets: its group, or the keys in the file of an experiment."""
+    if group != "experiment":
+        yield group.partition("/")[0]
+        return
+    places = (Path(source.path) for source in HydraConfig.get().runtime.config_sources if source.schema == "file")
+    file = next(file for place in places if (file := place / group / f"{choice}.yaml").is_file())
+    content = OmegaConf.load(file)
+    for default in content.pop("defaults", []):
+        yield from (key.removeprefix("override ").strip("/") for key in default if default != "_self_")
+    yield from _flat(OmegaConf.to_container(content))
+
+
+def changed_settings(before: State, after: State) -> dict[str, list]:
+    """Return what two runs' settings differ in: [before, after] by key. Where the run lies does not count."""
+    before, after = _flat(before), _flat(after)
+    shared = (key for key in after if key in before or key.startswith("attention."))
+    return {key: [before.get(key), after[key]] for key in shared if before.get(key) != after[key] and key not in PLACES}
+
+
+def _flat(settings: dict, prefix: str = "") -> dict[str, object]:
+    flat = {}
+    for key, value in settings.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+def command_to_continue(checkpoint: Path, folder: Path, attention: AttentionConfig) -> str:
+    """Return the command that continues this run from `checkpoint`, to be pasted into a shell."""
+    program = "train.py" if is_of_submitit() else os.path.relpath(sys.argv[0])
+    size, local = started()[1], int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    nodes = f" --nnodes={size // local} ..." if size > local else ""
+    launcher = f"torchrun{nodes} --nproc_per_node={local}" if size > 1 else "python"
+    code = [str(attention)] if attention.names_code else []
+    places = assigned("checkpoint.resume", checkpoint), assigned("hydra.run.dir", folder)
+    return " ".join([launcher, program, *code, *places])

@@ -1,0 +1,96 @@
+"""The settings of a resumed run: those of its checkpoint, and what the command line changes of them."""
+
+import os
+import re
+import shlex
+import signal
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from tests.e2e import ROOT, at_call, curve, load, rows, run, train
+from trainer.checkpoint.files import write_file
+from trainer.checkpoint.policy import Checkpoints
+
+pytest_plugins = ["tests.e2e"]
+pytestmark = pytest.mark.usefixtures("workplace")
+
+OWN = ("optimizer.lr=1e-3", "optimizer.min_lr=1e-4", "attention=local", "attention.window=16", "train.max_steps=6")
+OWN += ("checkpoint.interval=3", "checkpoint.keep=9", "train.eval_interval=4")
+LOSSES = ("train/loss", "train/lr", "val/loss")
+AT_3 = 3 * 2 * 32  # tokens
+
+
+def changes(folder: str) -> list[tuple]:
+    return [(row["step"], row["tokens"], row["settings_changed"]) for row in rows(folder) if "settings_changed" in row]
+
+
+def test_the_printed_command_continues_the_run_with_its_settings(monkeypatch):
+    """It can be pasted into a shell, also if the folder needs quotes. Nothing else has to be given again."""
+    train("whole", *OWN).ok()
+    folder = "odd/a=b, c"
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "save", at_call(1, lambda: os.kill(os.getpid(), signal.SIGINT), Checkpoints.save))
+        stopped = train(f'"{folder}"', *OWN)
+    assert stopped.code == 130
+    python, script, *overrides = shlex.split(re.search("continue with: (.*)", stopped.out)[1])
+    assert python == "python" and Path(script).samefile(ROOT / "train.py")
+    settings = OmegaConf.load(f"{folder}/config.yaml")
+    outcome = run("train.py", *overrides).ok()
+    assert curve(folder, *LOSSES) == curve("whole", *LOSSES)
+    assert "changed since" not in outcome.out and not changes(folder)
+    settings.checkpoint.resume = overrides[0].partition("=")[2].strip('"')
+    assert OmegaConf.load(f"{folder}/config.yaml") == settings
+
+
+def test_what_the_command_line_changes_is_told_and_recorded():
+    train("run", *OWN).ok()
+    from_3 = "checkpoint.resume=run/checkpoints/step-00000003.pt", "hydra.run.dir=run"
+    outcome = run("train.py", *from_3, "checkpoint.dir=later", "optimizer.lr=4e-3", "attention=naive").ok()
+    line = "attention.name local -> naive, optimizer.lr 0.001 -> 0.004"
+    assert f"\nchanged since the checkpoint: {line}\n" in outcome.out
+    assert changes("run") == [(3, AT_3, {"attention.name": ["local", "naive"], "optimizer.lr": [0.001, 0.004]})]
+    settings = Path("run/config.yaml").read_text()
+    assert settings.startswith(f"# changed after step 3: {line}\nattention:\n  name: naive\n")
+    # Another continuation of the same step takes the place of this one. A later one adds to it.
+    run("train.py", *from_3, "checkpoint.dir=other", "train.batch_size=1", "train.max_steps=4").ok()
+    assert changes("run") == [(3, AT_3, {"train.batch_size": [2, 1], "train.max_steps": [6, 4]})]
+    same_data = "data=tokens", "data.dir=tokens", "data.tokenizer=byte"
+    run("train.py", "checkpoint.resume=other", "hydra.run.dir=run", *same_data, "train.max_steps=5").ok()
+    assert changes("run")[1:] == [(4, AT_3 + 32, {"train.max_steps": [4, 5]})]
+    notes = [line for line in Path("run/config.yaml").read_text().splitlines() if line.startswith("#")]
+    first, second = "train.batch_size 2 -> 1, train.max_steps 6 -> 4", "train.max_steps 4 -> 5"
+    assert notes == [f"# changed after step 3: {first}", f"# changed after step 4: {second}"]
+    assert load("other/step-00000005.pt")["config"]["optimizer"]["lr"] == 1e-3
+
+
+def test_an_experiment_changes_what_its_file_sets(tmp_path):
+    train("run", *OWN, "data.document_mask=true").ok()
+    (tmp_path / "mine/experiment").mkdir(parents=True)
+    recipe = "# @package _global_\ndefaults:\n  - override /attention: sdpa\ntrain:\n  max_steps: 7\n"
+    (tmp_path / "mine/experiment/longer.yaml").write_text(recipe)
+    outcome = run("train.py", "--config-dir=mine", "experiment=longer", "checkpoint.resume=run", "hydra.run.dir=run")
+    assert "attention.name local -> sdpa" in outcome.ok().out and "train.max_steps 6 -> 7" in outcome.out
+    assert load("run/checkpoints/step-00000007.pt")["config"]["data"]["document_mask"] is True
+
+
+def test_only_the_command_line_names_code_to_import(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "mine.py").write_text("def attend(q, k, v, *, causal, scale):\n    return q + k + v\n")
+    custom = "attention=custom", "attention.function=mine:attend"
+    train("run", *custom).ok()
+    resume = "checkpoint.resume=run", "train.max_steps=6", "hydra.run.dir=run"
+    refused = run("train.py", *resume)
+    assert refused.code == 2 and "must not name code to import; give attention=custom attention.fu" in refused.err
+    assert "attention.name custom -> naive" in run("train.py", *resume, "attention=naive", "checkpoint.dir=x").ok().out
+    assert "changed since the checkpoint: train.max_steps 5 -> 6\n" in run("train.py", *resume, *custom).ok().out
+
+
+def test_the_settings_of_a_checkpoint_are_not_evaluated():
+    train("run", "train.max_steps=1").ok()
+    state = load("run/checkpoints/step-00000001.pt")
+    state["config"]["wandb"]["name"] = "${oc.env:HOME}"
+    write_file(Path("altered/step-00000001.pt"), state)
+    refused = run("train.py", "checkpoint.resume=altered")
+    assert refused.code == 2 and "altered/step-00000001.pt is not from this version of the trainer" in refused.err
