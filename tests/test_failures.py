@@ -65,7 +65,7 @@ def test_a_file_that_cannot_be_read_is_told_in_one_sentence(workplace, monkeypat
     def refuses(*args):
         raise PermissionError(errno.EACCES, "Permission denied", "tokens/train.bin")
 
-    monkeypatch.setattr("trainer.build.open_tokens", refuses)
+    monkeypatch.setattr("data.tokens.open_tokens", refuses)
     outcome = train("run")
     assert outcome.code == 2 and outcome.err.startswith("error: tokens/train.bin: Permission denied; ")
     assert "tokens to data.dir=..." in outcome.err and len(outcome.err.splitlines()) == 1
