@@ -80,10 +80,10 @@ def train(config: Config, resumed: State | None, world: World = ALONE) -> StopRe
     ):
         options = {"config": asdict(config), "world": world}
         state = TrainState(model, optimizer, compute.grad_scaler(), loader, tokens.tokenizer, **options)
+        world.draw_apart(config.train.seed + (resumed_step or 0))
         if resumed:
             state.load_state_dict(resumed)
             resumed.clear()  # 12 bytes of host memory per parameter
-        world.draw_apart(config.train.seed + state.step)
         options = {"max_steps": config.train.max_steps, "run_config": state.config, "resumed_step": resumed_step}
         with (
             open_logs(folder, world, changes, wandb=config.wandb, **options) as log,

@@ -57,7 +57,7 @@ def assert_same_run(one: str, other: str) -> None:
         assert ours["step"] == theirs["step"] and ours["best_loss"] == theirs["best_loss"]
         torch.testing.assert_close(ours["model"], theirs["model"], rtol=0, atol=0)
         torch.testing.assert_close(ours["optimizer"], theirs["optimizer"], rtol=0, atol=0)
-        assert torch.equal(ours["rng"]["torch"], theirs["rng"]["torch"])
+        assert torch.equal(ours["rng"][0]["torch"], theirs["rng"][0]["torch"])
 
 
 def test_run_killed_with_sigkill_continues_bit_for_bit(workplace):

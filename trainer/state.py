@@ -33,6 +33,7 @@ class TrainState:
     norms: list[float] = field(default_factory=list)  # of the last steps' gradients, whose median is the usual norm
     config: State = field(default_factory=dict)  # the run's settings, which a resumed run takes over
     world: World = ALONE
+    resumed_from: int = 0  # number of processes that wrote the checkpoint
 
     @property
     def tokens(self) -> int:
@@ -41,7 +42,10 @@ class TrainState:
         return loader["position"] * loader["context_length"]
 
     def state_dict(self) -> State:
-        """Return everything as plain values and tensors. Sharded tensors are this process's part."""
+        """Return everything as plain values and tensors. All processes call this together.
+
+        Sharded tensors are this process's part. The random states are those of all processes.
+        """
         weights = self.model.state_dict()  # first, because FSDP then frees the parameters that it gathered
         names = {parameter: name for name, parameter in self.model.named_parameters()}
         groups = self.optimizer.param_groups
@@ -55,7 +59,7 @@ class TrainState:
             "loader": self.loader.state_dict(),
             "config": self.config,
             "tokenizer": self.tokenizer,
-            "rng": random_state(),
+            "rng": self.world.gather(random_state()),
         } | {key: getattr(self, key) for key in NUMBERS}
 
     def load_state_dict(self, state: State) -> None:
@@ -75,27 +79,29 @@ class TrainState:
         self.loader.load_state_dict(state["loader"])
         for key in NUMBERS:
             setattr(self, key, state[key])
-        set_random_state(state["rng"])
+        self.resumed_from, rank = len(state["rng"]), self.world.rank
+        if self.resumed_from == self.world.size or rank == 0:  # the others draw apart from each other already
+            set_random_state(state["rng"][rank])
 
 
 def random_state() -> State:
-    """Return the states of Python's, NumPy's and torch's generators, as plain values and tensors."""
+    """Return the states of Python's, NumPy's and torch's generators, on the CPU and on this process's GPU."""
     version, words, gauss = random.getstate()
     kind, keys, *rest = np.random.get_state()
     return {
         "python": [version, list(words), gauss],
         "numpy": [kind, keys.tolist(), *rest],
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
     }
 
 
 def set_random_state(state: State) -> None:
-    """Restore the states. GPU generators are restored only if the number of GPUs is the same."""
+    """Restore the states that random_state returned."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
     torch.set_rng_state(state["torch"])
-    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["cuda"])
+    if torch.cuda.is_available() and state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"])

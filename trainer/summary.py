@@ -33,6 +33,11 @@ def describe(
         f"{tokens.dir}: {len(tokens.train):,} training and {len(tokens.val):,} validation tokens ({tokens.tokenizer})",
         f"{start}, to step {settings.max_steps} of {settings.sequences * shape.context_length:,} tokens",
     ]
+    if state.resumed_from not in (0, compute.world.size):
+        lines.append(
+            f"the checkpoint is of {state.resumed_from} processes, this run has {compute.world.size}: the batches of a "
+            "step stay the same, but sums are rounded in another way, and dropout draws other masks"
+        )
     if attention.name == "flash2" and compute.device.type == "cpu":
         lines.insert(1, "flash2 launches its PyTorch definition")
     elif attention.name == "flash2":

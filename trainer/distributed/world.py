@@ -52,6 +52,14 @@ class World:
         dist.broadcast_object_list(values, src=0)
         return values[0]
 
+    def gather(self, value: T) -> list[T]:
+        """Return the `value` of every process, which may be any small object, in the order of their ranks."""
+        if self.parallel == "none":
+            return [value]
+        values = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
     def agreed(self, act: Callable[[], T]) -> T:
         """Call `act` in all processes and return its result. If one raises a UserError, all processes raise it."""
         if self.parallel == "none":
@@ -62,9 +70,7 @@ class World:
         except UserError as error:
             refusal = error
         if self.sum(torch.tensor(0 if refusal is None else 1)):
-            refusals = [None] * self.size
-            dist.all_gather_object(refusals, refusal)
-            raise next(filter(None, refusals))
+            raise next(filter(None, self.gather(refusal)))
         return result
 
     def first_ahead(self, act: Callable[[], T]) -> T:

@@ -19,6 +19,7 @@ from tests import several
 from tests.e2e import ROOT, TINY, curve, load, python_path, rows, run, train, wait_for_step, write_tokens
 from tests.several import (
     GLOBAL,
+    LOSSES,
     SINGLE_NODE,
     assert_same_curve,
     ended,
@@ -39,6 +40,7 @@ def runs(tmp_path_factory) -> Path:
     folder, resume = tmp_path_factory.mktemp("runs"), "checkpoint.resume={}/checkpoints/step-00000003"
     after_fsdp = f"{GLOBAL} {resume.format('fsdp')}"
     each_2 = f"{GLOBAL} parallel=fsdp checkpoint.interval=2 train.eval_interval=6"
+    dropping = f"{GLOBAL} model.dropout=0.2 checkpoint.asynchronous=true"
     write_tokens(folder / "tokens")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -60,6 +62,10 @@ def runs(tmp_path_factory) -> Path:
             f"stopped {each_2}",
             f"unreadable {GLOBAL} parallel=fsdp",
             f"slow_unreadable {GLOBAL}",
+            f"dropping_ddp {dropping}",
+            f"dropping_ddp_resumed {dropping} {resume.format('dropping_ddp')}.pt",
+            f"dropping_fsdp {dropping} parallel=fsdp",
+            f"dropping_fsdp_resumed {dropping} parallel=fsdp {resume.format('dropping_fsdp')}",
             f"ddp_after_unreadable {GLOBAL} parallel=ddp checkpoint.resume=unreadable/checkpoints/step-00000004",
         )
         train_on_two_nodes(
@@ -68,6 +74,8 @@ def runs(tmp_path_factory) -> Path:
             f"fsdp_after_fsdp {after_fsdp} parallel=fsdp",
             f"hsdp_after_fsdp {after_fsdp} parallel=hsdp train.sample_tokens=5",
         )
+        alone = train("alone_after_dropping", *f"{dropping} {resume.format('dropping_ddp')}.pt".split()).ok()
+        Path("alone_after_dropping/out.txt").write_text(alone.out)
         train("alone_after_fsdp", *after_fsdp.split(), "parallel=none").ok()
         yield folder
 
@@ -82,6 +90,21 @@ def runs(tmp_path_factory) -> Path:
 )
 def test_neither_the_number_of_processes_nor_the_way_they_share_the_work_changes_the_curve(runs, folder, after):
     assert_same_curve(runs / folder, runs / "alone", after)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_the_same_number_of_processes_continues_to_the_bit_with_dropout(runs, parallel):
+    resumed = f"dropping_{parallel}_resumed"
+    assert curve(runs / resumed, *LOSSES) == curve(runs / f"dropping_{parallel}", *LOSSES)[3:]
+    ours, theirs = (load_checkpoint(runs / folder) for folder in (resumed, f"dropping_{parallel}"))
+    torch.testing.assert_close(ours["model"], theirs["model"], rtol=0, atol=0)
+    torch.testing.assert_close(ours["rng"], theirs["rng"], rtol=0, atol=0)
+    assert "processes, this run has" not in (runs / resumed / "out.txt").read_text()
+
+
+def test_another_number_of_processes_is_told_what_differs(runs):
+    told = (runs / "alone_after_dropping" / "out.txt").read_text()
+    assert "the checkpoint is of 2 processes, this run has 1: the batches of a step stay the same, but sums" in told
 
 
 def test_the_first_process_alone_logs_and_saves(runs):
