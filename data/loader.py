@@ -144,7 +144,8 @@ class TrainLoader(AbstractContextManager):
             if (mine := self.state_dict()[key]) != state[key]:
                 raise UserError(
                     f"the checkpoint's batches were drawn with {key}={state[key]}, this run has {mine}; "
-                    f"set {setting} as it was, or start a new run with checkpoint.resume=null"
+                    f"set {setting} as it was, or start a new run from its weights with model.pretrained=CHECKPOINT in "
+                    "place of checkpoint.resume"
                 )
         if not (isinstance(state["position"], int) and state["position"] >= 0):
             raise ValueError(f"position={state['position']}")

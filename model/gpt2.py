@@ -54,8 +54,9 @@ class ModelConfig:
     dropout: float = 0.0
     """Dropout rate in training of embeddings, attention probabilities and residual branches, in [0, 1)."""
     pretrained: str | None = None
-    """Weights to start from: a Hugging Face GPT-2, as a folder with model.safetensors or as a hub id such as gpt2. The
-    model takes their shape, except context_length, which may be shorter, and dropout."""
+    """Weights to start from: a Hugging Face GPT-2, as a folder with model.safetensors or as a hub id such as gpt2, or a
+    checkpoint or run of this trainer. The model takes their shape, except context_length, which may be shorter, and
+    dropout."""
 
     def __post_init__(self):
         for key, largest in LARGEST.items():

@@ -15,12 +15,12 @@ from data.tokens import SPLITS, TokenSet
 from errors import UserError
 from model.attention import AttentionConfig, build_attention, check_attention
 from model.gpt2 import GPT2, ModelConfig
-from model.huggingface import find_pretrained, load_pretrained, read_config
 from trainer.checkpoint.files import State
 from trainer.checkpoint.load import SHAPE, check_resumable, of_this_version
 from trainer.config import TrainConfig
 from trainer.distributed.world import World
 from trainer.flops import model_flops_per_token, peak_flops
+from trainer.loading import load_weights, read_shape
 from trainer.loggers import Loggers, describe_changes, start_loggers
 from trainer.meters import ThroughputMeter
 from trainer.precision import Compute
@@ -43,7 +43,7 @@ def run_shape(shape: ModelConfig, tokens: TokenSet, resumed: State | None) -> Mo
         with of_this_version(resumed):
             shape = replace(shape, **{key: resumed["model_config"][key] for key in SHAPE if key != "context_length"})
     elif shape.pretrained is not None:
-        shape = read_config(find_pretrained(shape.pretrained), shape)
+        shape = read_shape(shape.pretrained, shape, tokens.tokenizer)
     if shape.vocab_size is None:
         shape = replace(shape, vocab_size=tokens.vocab_size)
     if shape.vocab_size < tokens.vocab_size:
@@ -74,7 +74,7 @@ def build_model(
     torch.manual_seed(settings.seed)
     model = GPT2(shape, build_attention(attention), settings.activation_checkpointing)
     if shape.pretrained is not None and not is_resumed:
-        load_pretrained(model, find_pretrained(shape.pretrained))
+        load_weights(model, shape.pretrained)
     return model.to(compute.device)
 
 

@@ -1,5 +1,6 @@
 """Loading a trained model: from a checkpoint, or from a Hugging Face folder or hub id."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ from model.attention import SPARSE_KEYS, AttentionConfig, BlockSparseConfig, bui
 from model.gpt2 import GPT2, ModelConfig
 from model.huggingface import find_pretrained, is_pretrained, load_pretrained, read_config
 from trainer.checkpoint.files import State
+from trainer.checkpoint.folder import find
 from trainer.checkpoint.load import load, of_this_version
 
 
@@ -46,6 +48,46 @@ def _is_sparse_alike(attention: AttentionConfig, state: State) -> bool:
         own = build_attention(BlockSparseConfig(pattern=trained["pattern"]))
         return torch.equal(build_attention(attention).blocks(length), own.blocks(length))
     return all(getattr(attention, key, None) == value for key, value in trained.items())
+
+
+def is_checkpoint(source: str) -> bool:
+    """Return whether `source` is a checkpoint or a run of this trainer, not a Hugging Face folder or hub id."""
+    return find(source) is not None and not is_pretrained(Path(source))
+
+
+def read_shape(source: str, asked: ModelConfig, tokenizer: str) -> ModelConfig:
+    """Return the shape of model.pretrained=`source`, with the context length and dropout of `asked`.
+
+    A checkpoint of this trainer must have been trained on tokens of `tokenizer`.
+    """
+    if not is_checkpoint(source):
+        return read_config(find_pretrained(source), asked)
+    state = load(source, key="model.pretrained", whole=False)
+    if state["tokenizer"] != tokenizer:
+        raise UserError(
+            f"model.pretrained={source} was trained on {state['tokenizer']} tokens, not on {tokenizer} tokens; prepare "
+            f"the data with data.tokenizer={state['tokenizer']}"
+        )
+    with of_this_version(state):
+        shape = {key: state["model_config"][key] for key in ("n_layer", "n_head", "n_embd", "vocab_size")}
+        longest = state["model_config"]["context_length"]
+    if asked.context_length > longest:
+        raise UserError(
+            f"model.context_length={asked.context_length} exceeds the {longest} positions of "
+            f"model.pretrained={source}; set model.context_length={longest} or less"
+        )
+    return replace(asked, **shape)
+
+
+def load_weights(model: GPT2, source: str) -> None:
+    """Copy the weights of model.pretrained=`source` into `model`. A shorter context takes the first positions."""
+    if not is_checkpoint(source):
+        load_pretrained(model, find_pretrained(source))
+        return
+    state = load(source, key="model.pretrained", tell=lambda text: None)
+    with of_this_version(state):
+        positions = state["model"]["wpe.weight"][: model.config.context_length]
+        model.load_state_dict(state["model"] | {"wpe.weight": positions})
 
 
 def load_model(

@@ -1,0 +1,41 @@
+"""model.pretrained=RUN: training on other data from the weights of a run of this trainer."""
+
+import pytest
+import torch
+
+from tests.e2e import TINY, load, run, train, write_tokens
+
+pytest_plugins = ["tests.e2e"]
+STILL = ("optimizer.lr=0", "optimizer.min_lr=0", "train.max_steps=1", "data.dir=other")
+
+
+@pytest.fixture
+def other(workplace):
+    """Tokens of another length."""
+    write_tokens(workplace / "other")
+    path = workplace / "other/train.bin"
+    path.write_bytes(path.read_bytes()[:-200])
+
+
+def test_a_run_is_fine_tuned_on_other_data(trained, other):
+    refused = train("tuned", f"checkpoint.resume={trained}", "train.max_steps=40", "data.dir=other")
+    assert refused.code == 2 and "a new run from its weights with model.pretrained=CHECKPOINT" in refused.err
+    train("tuned", f"model.pretrained={trained}", *STILL, "model.context_length=16", "model.n_layer=7").ok()
+    start, tuned = load(trained / "checkpoints/step-00000030.pt"), load("tuned/checkpoints/step-00000001.pt")
+    start["model"]["wpe.weight"] = start["model"]["wpe.weight"][:16]
+    torch.testing.assert_close(tuned["model"], start["model"], rtol=0, atol=0)
+    assert tuned["model_config"]["n_layer"] == 2 and tuned["best_loss"] > 0 == tuned["skipped"]
+    resumed = run("train.py", "checkpoint.resume=tuned", "hydra.run.dir=tuned", "train.max_steps=2").ok()
+    assert "changed since the checkpoint: train.max_steps 1 -> 2\n" in resumed.out
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("model.context_length=64", "exceeds the 32 positions of model.pretrained="),
+        ("data.tokenizer=gpt2", "was trained on byte tokens, not on gpt2 tokens; prepare the data with data.tokenizer"),
+    ],
+)
+def test_what_does_not_fit_a_run_is_refused(trained, other, setting, words):
+    outcome = run("train.py", *TINY, f"model.pretrained={trained}", *STILL, setting)
+    assert outcome.code == 2 and words in outcome.err
