@@ -82,7 +82,7 @@ def rows(folder: Path | str) -> list[dict]:
 
 def curve(folder: Path | str, *keys: str) -> list[tuple]:
     """Return the step and the named metrics of every row, in the order of the file."""
-    return [(row["step"], *(row.get(key) for key in keys)) for row in rows(folder)]
+    return [(row["step"], *(row.get(key) for key in keys)) for row in rows(folder) if "settings_changed" not in row]
 
 
 def load(path: Path | str) -> dict:
