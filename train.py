@@ -91,7 +91,8 @@ def train(config: Config, resumed: State | None, world: World = ALONE) -> StopRe
             checkpoints.saving(state, log.message),
             explaining_out_of_memory(model, config.train, compute),
         ):
-            log.message(describe(state, tokens, config.attention, config.train, compute, documents))
+            parts = config.attention, config.train, config.optimizer, compute
+            log.message(describe(state, tokens, *parts, documents))
             log.settings_changed(state.step, state.tokens, changes)
             watch = Watch(state, config.train, checkpoints, folder / "replay", log.message, world)
             loop(config, state, tokens, compute, checkpoints, watch, log, stop)

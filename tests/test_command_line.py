@@ -48,7 +48,7 @@ REFUSALS = {
     "no layers": ("model.n_layer=0", ["model.n_layer=0", "at least 1"]),
     "fp16 on a CPU": ("precision=fp16", ["precision=fp16", "precision=fp32"]),
     "unknown device": ("device=tpu", ["device=tpu", "auto, cpu, cuda"]),
-    "nothing to resume": ("checkpoint.resume=nowhere", ["checkpoint.resume=nowhere", "step-*.pt"]),
+    "nothing to resume": ("checkpoint.resume=nowhere", ["checkpoint.resume=nowhere", "step-*.pt", "or null to start"]),
     "unknown wandb mode": ("wandb.mode=sometimes", ["wandb.mode", "sometimes", "online, offline, disabled"]),
     "no equals sign": ("model.n_layer", ["model.n_layer", "key=value"]),
     "unclosed bracket": ("wandb.tags=[a", ["wandb.tags=[a", "key=[a,b]"]),

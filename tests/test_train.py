@@ -133,7 +133,8 @@ def test_run_that_broke_off_continues_bit_for_bit(workplace, monkeypatch, attent
     scramble_generators()
     train(*broken).ok()
     assert_same_run("broken", "whole")
-    train(*broken).ok()  # there is nothing left to do
+    ended = train(*broken).ok()  # there is nothing left to do
+    assert "this run ended with step 40; to train on, raise train.max_steps=40" in ended.out
     assert_same_run("broken", "whole")
 
 

@@ -1,6 +1,7 @@
 """AdamW, its learning-rate schedule, and gradient clipping that drops steps which are not finite."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +56,28 @@ def learning_rate(step: int, config: OptimizerConfig, max_steps: int) -> float:
     decay_steps = config.decay_steps or max_steps
     progress = min(1.0, (step - config.warmup_steps) / max(1, decay_steps - config.warmup_steps))
     return min_lr + 0.5 * (1 + math.cos(math.pi * progress)) * (config.lr - min_lr)
+
+
+def schedule_remarks(step: int, last: float, config: OptimizerConfig, max_steps: int) -> Iterator[str]:
+    """Yield what looks wrong in the learning rates to come, after `step` steps and the rate `last`."""
+    warmup, decay_steps = config.warmup_steps, config.decay_steps or max_steps
+    if warmup > max_steps:
+        highest = learning_rate(max_steps - 1, config, max_steps)
+        yield (
+            f"optimizer.warmup_steps={warmup} exceeds train.max_steps={max_steps}: the learning rate ends at "
+            f"{highest:.2g} and never reaches optimizer.lr={config.lr:.2g}; lower optimizer.warmup_steps"
+        )
+    elif warmup >= decay_steps and decay_steps < max_steps:
+        yield (
+            f"optimizer.decay_steps={decay_steps} is not above optimizer.warmup_steps={warmup}: the learning rate "
+            "falls to its minimum at once after the warm-up; raise optimizer.decay_steps"
+        )
+    if 0 < step < max_steps and not math.isclose(last, learning_rate(step - 1, config, max_steps), rel_tol=0.1):
+        new = learning_rate(step, config, max_steps)
+        yield (
+            f"the learning rate jumps from {last:.2g} at step {step} to {new:.2g} at step {step + 1}, because the "
+            "schedule is not the checkpoint's; to keep the old decay, set optimizer.decay_steps to the old max_steps"
+        )
 
 
 class AdamW(torch.optim.AdamW):

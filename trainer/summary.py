@@ -9,6 +9,8 @@ from model.attention import AttentionConfig
 from model.generate import generate
 from model.gpt2 import GPT2
 from trainer.config import TrainConfig
+from trainer.memory import memory_remarks
+from trainer.optimizer import OptimizerConfig, schedule_remarks
 from trainer.precision import Compute
 from trainer.signals import StopRequest
 from trainer.state import TrainState
@@ -19,6 +21,7 @@ def describe(
     tokens: TokenSet,
     attention: AttentionConfig,
     settings: TrainConfig,
+    optimizer: OptimizerConfig,
     compute: Compute,
     document_mask: bool,
 ) -> str:
@@ -26,12 +29,17 @@ def describe(
     model, shape = state.model, state.model.config
     backend = f" ({attention.backend})" if attention.name == "sdpa" else ""
     start = f"continuing after step {state.step}" if state.step else "starting"
+    plan = f"{start}, to step {settings.max_steps} of {settings.sequences * shape.context_length:,} tokens"
+    if state.step == settings.max_steps:
+        plan = f"this run ended with step {state.step}; to train on, raise train.max_steps={settings.max_steps}"
     lines = [
         f"GPT-2 of {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters: {shape.n_layer} layers, "
         f"width {shape.n_embd}, {shape.n_head} heads, context {shape.context_length}; {attention.name}{backend} "
         f"attention; {compute}",
         f"{tokens.dir}: {len(tokens.train):,} training and {len(tokens.val):,} validation tokens ({tokens.tokenizer})",
-        f"{start}, to step {settings.max_steps} of {settings.sequences * shape.context_length:,} tokens",
+        plan,
+        *memory_remarks(model, settings, compute),
+        *schedule_remarks(state.step, state.optimizer.param_groups[0]["lr"], optimizer, settings.max_steps),
     ]
     if state.resumed_from not in (0, compute.world.size):
         lines.append(

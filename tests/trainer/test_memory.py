@@ -9,9 +9,10 @@ from data.loader import TrainLoader
 from model.attention import NaiveConfig
 from model.gpt2 import GPT2, ModelConfig
 from tests.e2e import train
+from trainer import memory
 from trainer.config import TrainConfig
 from trainer.distributed.world import World
-from trainer.memory import out_of_memory
+from trainer.memory import memory_remarks, out_of_memory
 from trainer.precision import Compute
 
 pytest_plugins = ["tests.e2e"]
@@ -75,3 +76,21 @@ def test_one_of_several_processes_names_its_share(parallel, own, remedy):
     assert told.startswith("process 1 of 2: out of memory (no room): a GPT-2 of ")
     shared = "train.batch_size=4, model.context_length=64; set train.batch_size=2 train.grad_accumulation=4 or "
     assert shared + remedy in told
+
+
+@pytest.mark.parametrize(
+    ("limit", "batch_size", "told"),
+    [("max", 8, False), ("max", 256, True), ("3000000000", 8, False), ("1100000000", 8, True)],
+)
+def test_a_step_that_a_cpu_may_lack_the_memory_for_is_told_before(tmp_path, monkeypatch, limit, batch_size, told):
+    """6 GB are free on the machine. A step of 8 sequences needs 0.2 GB, and 1 GB is in use."""
+    (tmp_path / "meminfo").write_text("MemFree:     100 kB\nMemAvailable:     6000000 kB\n")
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    (tmp_path / "memory.stat").write_text("anon 1000000000\nfile 5000000000\n")
+    monkeypatch.setattr(memory, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    model = GPT2(
+        ModelConfig(n_layer=1, n_head=2, n_embd=32, context_length=32, vocab_size=50257), NaiveConfig().build()
+    )
+    remarks = list(memory_remarks(model, TrainConfig(batch_size=batch_size), compute_of(1, "none")))
+    assert bool(remarks) == told and all("are free: the system may end this run without" in x for x in remarks)

@@ -13,7 +13,15 @@ from errors import UserError
 from kernels.adamw import triton_kernels
 from model.attention import NaiveConfig, build_attention
 from model.gpt2 import GPT2, ModelConfig
-from trainer.optimizer import AdamW, OptimizerConfig, build_optimizer, clip_gradients, learning_rate, set_learning_rate
+from trainer.optimizer import (
+    AdamW,
+    OptimizerConfig,
+    build_optimizer,
+    clip_gradients,
+    learning_rate,
+    schedule_remarks,
+    set_learning_rate,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 UNSCALED = torch.amp.GradScaler("cpu", enabled=False)
@@ -260,3 +268,25 @@ def test_an_impossible_setting_is_refused_by_name(key, value):
 def test_a_decay_upwards_is_refused():
     with pytest.raises(UserError, match="optimizer.min_lr=0.01 is above optimizer.lr=0.001"):
         OptimizerConfig(lr=1e-3, min_lr=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "step", "max_steps", "words"),
+    [
+        ({}, 0, 10, None),
+        ({"warmup_steps": 10}, 0, 10, None),
+        ({"warmup_steps": 40}, 0, 10, "warmup_steps=40 exceeds train.max_steps=10: the learning rate ends at 0.25 and"),
+        ({"decay_steps": 3, "warmup_steps": 3}, 0, 10, "decay_steps=3 is not above optimizer.warmup_steps=3: the"),
+        ({}, 5, 10, None),
+        ({}, 10, 10, None),
+        ({}, 10, 40, "the learning rate jumps from 0.13 at step 10 to 0.91 at step 11, because"),
+        ({"decay_steps": 10}, 10, 40, None),
+        ({"lr": 2.0}, 5, 10, "the learning rate jumps from 0.87 at step 5 to 1.4 at step 6"),
+    ],
+)
+def test_schedules_that_never_peak_or_that_jump_are_told(settings, step, max_steps, words):
+    """The rate before `step` is that of a schedule of 10 steps without settings."""
+    old = OptimizerConfig(lr=1.0, warmup_steps=2)
+    new = OptimizerConfig(**({"lr": 1.0, "warmup_steps": 2} | settings))
+    told = list(schedule_remarks(step, learning_rate(step - 1, old, 10), new, max_steps))
+    assert len(told) == (words is not None) and all(words in sentence for sentence in told), told
