@@ -24,7 +24,7 @@ def evaluate(config: EvaluateConfig) -> None:
     if tokenizer != tokens.tokenizer:
         raise UserError(
             f"checkpoint={config.checkpoint} was trained on {tokenizer} tokens, but {tokens.dir} holds "
-            f"{tokens.tokenizer} tokens; choose the data of its training, or prepare data with data.tokenizer={tokenizer}"
+            f"{tokens.tokenizer} tokens; choose the data of its training, or others with data.tokenizer={tokenizer}"
         )
     context, stride = window_sizes(config.context_length, config.stride, model.config.context_length)
     documents = config.data.document_mask

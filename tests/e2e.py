@@ -76,13 +76,19 @@ def train(folder: Path | str, *overrides: str) -> Outcome:
     return run("train.py", *TINY, f"hydra.run.dir={folder}", *overrides)
 
 
-def rows(folder: Path | str) -> list[dict]:
+def logged(folder: Path | str) -> list[dict]:
+    """Return all rows of metrics.jsonl."""
     return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+
+
+def rows(folder: Path | str) -> list[dict]:
+    """Return the rows of metrics."""
+    return [row for row in logged(folder) if "settings_changed" not in row]
 
 
 def curve(folder: Path | str, *keys: str) -> list[tuple]:
     """Return the step and the named metrics of every row, in the order of the file."""
-    return [(row["step"], *(row.get(key) for key in keys)) for row in rows(folder) if "settings_changed" not in row]
+    return [(row["step"], *(row.get(key) for key in keys)) for row in rows(folder)]
 
 
 def load(path: Path | str) -> dict:

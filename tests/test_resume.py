@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from tests.e2e import ROOT, at_call, curve, load, rows, run, train
+from tests.e2e import ROOT, at_call, curve, load, logged, run, train
 from trainer.checkpoint.files import write_file
 from trainer.checkpoint.policy import Checkpoints
 
@@ -23,7 +23,8 @@ AT_3 = 3 * 2 * 32  # tokens
 
 
 def changes(folder: str) -> list[tuple]:
-    return [(row["step"], row["tokens"], row["settings_changed"]) for row in rows(folder) if "settings_changed" in row]
+    found = [row for row in logged(folder) if "settings_changed" in row]
+    return [(row["step"], row["tokens"], row["settings_changed"]) for row in found]
 
 
 def test_the_printed_command_continues_the_run_with_its_settings(monkeypatch):

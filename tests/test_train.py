@@ -170,7 +170,7 @@ def test_signal_between_steps_loses_no_step(workplace, monkeypatch, moment, inte
     assert outcome.code == 128 + signal.SIGTERM
     stopped = curve("run")[-1][0]
     assert stopped < 20
-    newest = Path(re.search(r"continue with: python train.py checkpoint\.resume=(\S+)", outcome.out).group(1))
+    newest = Path(re.search(r"continue with: python \S*train.py checkpoint\.resume=(\S+)", outcome.out).group(1))
     assert newest.name == f"step-{stopped:08d}.pt" and load(newest)["step"] == stopped
 
 
