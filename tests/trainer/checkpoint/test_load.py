@@ -17,8 +17,9 @@ from tests.trainer.checkpoint.states import small
 from trainer.checkpoint import files
 from trainer.checkpoint.files import SEAL
 from trainer.checkpoint.folder import find, newest_before, newest_complete_after
-from trainer.checkpoint.load import load
+from trainer.checkpoint.load import check_shared, load
 from trainer.checkpoint.single import SingleFileStore
+from trainer.distributed.world import ALONE, World
 
 
 def test_the_newest_by_step_is_found_in_its_folder_and_in_that_of_its_run(tmp_path):
@@ -30,6 +31,16 @@ def test_the_newest_by_step_is_found_in_its_folder_and_in_that_of_its_run(tmp_pa
     assert find(tmp_path) == find(checkpoints.folder) == find(str(paths[-1])) == paths[-1]
     assert find(paths[0]) == paths[0]
     assert find(tmp_path / "nothing") is None
+
+
+def test_processes_that_find_different_checkpoints_do_not_start(monkeypatch):
+    check_shared(None, ALONE)
+    monkeypatch.setattr(World, "from_first", lambda world, value: "a/step-00000005.pt")
+    second = World(rank=1, size=2, parallel="ddp")
+    check_shared({"path": "a/step-00000005.pt"}, second)
+    for state, own in (({"path": "a/step-00000003.pt"}, "a/step-00000003.pt"), (None, "None")):
+        with pytest.raises(UserError, match=f"gave process 1 {own}, but the first process a/step-00000005.pt; put"):
+            check_shared(state, second)
 
 
 def test_a_batch_is_run_again_by_weights_from_before_its_step(tmp_path):
