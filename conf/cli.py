@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Quote, QuotedString
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from conf import schema
 from conf.explain import explain, sentence_of, unknown_setting
@@ -23,6 +23,7 @@ from errors import UserError, guard_output, refuse
 from hydra_plugins import process_launcher
 from trainer.distributed.world import is_of_submitit, started
 
+HOME = re.compile(r"""(^|[=,\[]["']?)~(?=/|$|["',\]])""")  # in a value, and in the grammar of an override
 TORCHRUN_GRACE_S = 3  # torchrun needs less to end the other processes when one has ended.
 
 
@@ -36,7 +37,7 @@ def launch(run: Callable[[Any], None], config_name: str, literal: str | None = N
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Otherwise Hydra prints errors itself, and at length.
     schema.register()
     process_launcher.register()
-    arguments = [_quoted(x) if literal and x.startswith(f"{literal}=") else x for x in sys.argv[1:]]
+    arguments = [_quoted(x) if literal and x.startswith(f"{literal}=") else _with_home(x) for x in sys.argv[1:]]
     sys.argv[1:] = sorted(arguments, key=lambda argument: argument not in ("-m", "--multirun"))  # Hydra wants -m first.
     composed = False
 
@@ -50,7 +51,7 @@ def launch(run: Callable[[Any], None], config_name: str, literal: str | None = N
             if processes > 1 and not _is_job_of_sweep():
                 start = f"start a single run with torchrun --nproc_per_node={processes}"
                 raise UserError(f"hydra.launcher.nproc_per_node={processes} needs -m; {start}")
-            _refuse_unusable(config)
+            _check_values(config, literal)
             run(OmegaConf.to_object(config))
         except Exception as error:
             sentence = sentence_of(error)
@@ -84,20 +85,31 @@ def _quoted(argument: str) -> str:
     return f"++{key}={QuotedString(escaped, Quote.double).with_quotes()}"
 
 
-def _refuse_unusable(node: DictConfig, prefix: str = "") -> None:
+def _with_home(text: str) -> str:
+    """Return `text`, a value or an argument key=value, with the home folder for each ~ that begins a path."""
+    return HOME.sub(lambda match: match[1] + os.path.expanduser("~"), text)
+
+
+def _check_values(node: DictConfig, literal: str | None, prefix: str = "") -> None:
+    """Refuse what the dataclass of `node` cannot hold, and replace ~ in all texts except the setting `literal`."""
     known = {field.name: field.type for field in fields(OmegaConf.get_type(node))}
     for key in node:
         if key not in known:
             raise UserError(unknown_setting(f"{prefix}{key}", list(known)))
         if OmegaConf.is_missing(node, key):
             continue
+        value = node[key]
         if is_dataclass(known[key]):
             kind = OmegaConf.get_type(node, key)  # OmegaConf does not check the type of interpolations.
             if not (isinstance(kind, type) and issubclass(kind, known[key])):
                 raise UserError(f"{prefix}{key} is a group; set its keys, {prefix}{key}.KEY=...")
-            _refuse_unusable(node[key], f"{prefix}{key}.")
-        elif isinstance(node[key], int) and not -(2**63) <= node[key] < 2**63:
-            raise UserError(f"{prefix}{key}={node[key]} does not fit into 64 bits; use a smaller number")
+            _check_values(value, literal, f"{prefix}{key}.")
+        elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise UserError(f"{prefix}{key}={value} does not fit into 64 bits; use a smaller number")
+        elif isinstance(value, str) and f"{prefix}{key}" != literal:
+            node[key] = _with_home(value)
+        elif isinstance(value, ListConfig):
+            node[key] = [_with_home(x) if isinstance(x, str) else x for x in value]
 
 
 def _is_job_of_sweep() -> bool:

@@ -2,8 +2,10 @@
 
 import difflib
 import errno
+import shlex
 from collections.abc import Sequence
 
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException, ValidationError
@@ -12,7 +14,7 @@ from errors import UserError, first_line, is_of_gpu_memory, is_of_memory, two_se
 from model.attention import unknown_setting as unknown_attention_setting
 
 PLACES = "outputs go to hydra.run.dir=..., tokens to data.dir=..., checkpoints to checkpoint.dir=..."
-SYNTAX = """write settings as key=value, lists as 'key=[a,b]', and text with commas, = or brackets as 'key="value"'"""
+SYNTAX = "write settings as key=value, and lists as 'key=[a,b]'"
 FAILING_DISK = errno.ENOSPC, errno.EDQUOT, errno.EIO  # A failed write names no file.
 
 
@@ -52,13 +54,25 @@ def explain(error: Exception) -> str:
         groups = [group for group, settings in known.items() if isinstance(settings, dict) and key in settings]
         return unknown_setting(key, [str(name) for name in known], [f"{group}.{key}" for group in groups])
     if isinstance(error, OverrideParseException):
-        return f"{error.override}: {_one_line(error)}; {SYNTAX}"
+        reason = _one_line(error)
+        if reason.startswith("Lexer"):
+            reason = "a character of the value needs quotes"
+        return f"{error.override}: {reason}; {SYNTAX}{_or_as_text(error.override)}"
     line = _one_line(error)
     if 'not detect "srun"' in line:
         return f"{line.removesuffix('?')}; start this command on a Slurm cluster, or without hydra/launcher=slurm"
     if line.startswith("Ambiguous value"):
-        return f"{line}; add -m to run one job per value, or write a list as 'key=[a,b]'"
+        key, _, values = line[line.index("'") + 1 : line.rindex("'")].partition("=")
+        text = _or_as_text(f"{key}={values}")
+        return f"{line}; add -m to run one job per value, or write a list as '{key}=[{values}]'{text}"
     return f"{line}; {SYNTAX}"
+
+
+def _or_as_text(override: str) -> str:
+    """Return how to write the value of key=value as a text, quoted for Hydra and for the shell."""
+    key, equals, text = override.partition("=")
+    quoted = shlex.quote(f"{key}={QuotedString(text, Quote.double).with_quotes()}")
+    return f", or as a text: {quoted}" if equals else ""
 
 
 def unknown_setting(key: str, known: list[str], meant: Sequence[str] = ()) -> str:

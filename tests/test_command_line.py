@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from model import generate
@@ -123,12 +124,24 @@ def test_validation_tokens_that_fill_no_window_are_refused_before_training(workp
         assert_refused(outcome, [f"{split}.bin holds", f"one window takes {context + 1}"], workplace, before)
 
 
-def test_text_that_hydras_grammar_refuses_is_told_how_to_be_written(workplace):
+@pytest.mark.parametrize("place", ["lr=3e-4", "a,b", "#1", "a;b", "a&b", "it's", "f(x)", "{a}", "données"])
+def test_text_that_hydras_grammar_refuses_is_told_how_to_be_written(workplace, place):
+    """The argument in the sentence can be pasted into a shell."""
     before = files_below(workplace)
-    outcome = run("train.py", *TINY, "hydra.run.dir=outputs/lr=3e-4")
-    assert_refused(outcome, ["hydra.run.dir=outputs/lr=3e-4", """'key="value"'"""], workplace, before)
-    run("train.py", *TINY, 'hydra.run.dir="outputs/lr=3e-4"').ok()
-    assert Path("outputs/lr=3e-4/metrics.jsonl").exists()
+    outcome = run("train.py", *TINY, f"data.dir={place}")
+    assert_refused(outcome, [f"data.dir={place}"], workplace, before)
+    (pasted,) = shlex.split(outcome.err.strip().partition("or as a text: ")[2])
+    assert f"{place}/train.bin does not exist" in run("train.py", *TINY, pasted).err
+
+
+def test_a_tilde_is_the_home_folder_quoted_or_not(workplace, monkeypatch):
+    monkeypatch.setenv("HOME", str(workplace))
+    folders = ["data.dir=~/tokens", "hydra.run.dir='~/run'", 'checkpoint.dir="~/saved"', "wandb.tags=[~/a,'b~/c']"]
+    run("train.py", *TINY, *folders, "train.max_steps=1").ok()
+    assert {path.name for path in workplace.iterdir()} == {"tokens", "run", "saved"}
+    assert OmegaConf.load("run/config.yaml").wandb.tags == [f"{workplace}/a", "b~/c"]
+    monkeypatch.setenv("CORPUS", "~/nothing")
+    assert f"{workplace}/nothing/train.bin does not exist" in run("train.py", *TINY, "data.dir=${oc.env:CORPUS}").err
 
 
 @pytest.mark.parametrize("place", ["taken", "a" * 300])

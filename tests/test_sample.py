@@ -43,7 +43,18 @@ def test_temperature_zero_is_deterministic_and_goes_past_the_context(trained):
     assert len(texts.pop()) > 100
 
 
-PROMPTS = ("def main(", "Once upon a time, there was", "x = 1", "naïve 語", "don't", "1e5", "null", "[a]", "$" + "{a}")
+PROMPTS = (
+    "def main(",
+    "Once upon a time, there was",
+    "x = 1",
+    "naïve 語",
+    "don't",
+    "1e5",
+    "null",
+    "[a]",
+    "$" + "{a}",
+    "~/1",
+)
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
