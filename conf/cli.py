@@ -51,8 +51,7 @@ def launch(run: Callable[[Any], None], config_name: str, literal: str | None = N
             if processes > 1 and not _is_job_of_sweep():
                 start = f"start a single run with torchrun --nproc_per_node={processes}"
                 raise UserError(f"hydra.launcher.nproc_per_node={processes} needs -m; {start}")
-            _check_values(config, literal)
-            run(OmegaConf.to_object(config))
+            run(to_typed(config, literal))
         except Exception as error:
             sentence = sentence_of(error)
             if sentence is None or is_of_submitit():  # The process of the sweep gets the error from submitit.
@@ -88,6 +87,12 @@ def _quoted(argument: str) -> str:
 def _with_home(text: str) -> str:
     """Return `text`, a value or an argument key=value, with the home folder for each ~ that begins a path."""
     return HOME.sub(lambda match: match[1] + os.path.expanduser("~"), text)
+
+
+def to_typed(config: DictConfig, literal: str | None = None) -> Any:
+    """Return the dataclass of `config`, with ~ expanded in all texts except the setting `literal`."""
+    _check_values(config, literal)
+    return OmegaConf.to_object(config)
 
 
 def _check_values(node: DictConfig, literal: str | None, prefix: str = "") -> None:
