@@ -25,6 +25,8 @@ class DataConfig:
     corpus: a copy of its files on this machine. A parquet row, a JSON line and a text file are one document each."""
     text_column: str = "text"
     """Column of the parquet files, or key of the JSON lines, that holds the text."""
+    on_bad_row: str = "stop"
+    """stop: end at a row that is not text. skip: leave such rows out, count them, and list them in meta.json."""
     document_start: str | None = None
     """A regular expression. If set, rows (lines of text files) are joined to documents; a match begins a document."""
     train_files: str = "*"
@@ -51,6 +53,7 @@ class DataConfig:
 
     def __post_init__(self):
         check_choice("data.name", self.name, NAMES)
+        check_choice("data.on_bad_row", self.on_bad_row, ("stop", "skip"))
         if self.val_fraction is not None and not 0 < self.val_fraction < 1:
             raise UserError(f"data.val_fraction={self.val_fraction} leaves a split empty; set it between 0 and 1")
         check_range("data.split_seed", self.split_seed, 0)

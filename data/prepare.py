@@ -5,13 +5,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from data.config import HELD_OUT_DOCUMENTS, HELD_OUT_TOKENS, DataConfig
-from data.readers import Corpus, Document, find_files
+from data.readers import BadRow, Corpus, Document, find_files
 from data.token_files import SPLITS, TokenWriter, differences, has_files, publish, read_meta
 from data.tokenizers import Tokenizer, get_tokenizer
 from errors import UserError
@@ -25,11 +26,15 @@ Log = Callable[[str], None]
 
 
 class Encoded(NamedTuple):
-    """A batch of documents as tokens: bytes and documents of each split, and the place in the corpus after it."""
+    """A batch of documents as tokens: bytes and documents of each split, and the place in the corpus after it.
+
+    `empty` documents were skipped, and so were the `bad` rows.
+    """
 
     blocks: dict[str, bytes]
     documents: dict[str, int]
-    skipped: int
+    empty: int
+    bad: list[str]
     after: tuple[int, int]
     bytes_read: int
 
@@ -37,7 +42,7 @@ class Encoded(NamedTuple):
 def prepare(config: DataConfig, *, log: Log = print) -> None:
     """Tokenize the corpus of `config` into `config.dir`, unless this was done before with the same settings.
 
-    Skip documents that are null or empty. Continue a preparation that was killed.
+    Skip documents that are null or empty. Continue a preparation that was killed or stopped.
 
     Raises:
         UserError: the corpus cannot be read, `config.dir` was made with other settings, or the disk is full.
@@ -65,7 +70,8 @@ def prepare(config: DataConfig, *, log: Log = print) -> None:
         if writer.position:
             log(f"continuing after {_tally(writer)}")
         documents = corpus.documents(tuple(writer.position or (0, 0)), rows)
-        encoded = _encode_all(documents, tokenizer, held_out, config.workers or os.cpu_count() or 1)
+        encode = partial(_encode, tokenizer=tokenizer, held_out=held_out, skip=config.on_bad_row == "skip")
+        encoded = _encode_all(documents, encode, config.workers or os.cpu_count() or 1)
         _write(writer, encoded, corpus.sizes, log)
         if held_out is not None and writer.total("documents") and not writer.counts["val"]["documents"]:
             share = config.val_fraction or HELD_OUT_TOKENS
@@ -77,6 +83,8 @@ def prepare(config: DataConfig, *, log: Log = print) -> None:
         writer.finish(config.tokenizer)
     shares = ", ".join(f"{count['tokens']:,} in {split}.bin" for split, count in writer.counts.items())
     log(f"{folder}: {_tally(writer)}: {shares}")
+    if writer.bad_rows:
+        log(f"skipped {writer.bad_rows[0]}; {folder / 'meta.json'} lists all {len(writer.bad_rows):,} bad rows")
 
 
 def source_files(config: DataConfig, log: Log) -> list[Path]:
@@ -140,13 +148,13 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
 
 
 def _encode_all(
-    documents: Iterator[Document], tokenizer: Tokenizer, held_out: np.ndarray | None, workers: int
+    documents: Iterator[Document], encode: Callable[[list[Document]], Encoded], workers: int
 ) -> Iterator[Encoded]:
     """Yield the documents as tokens, in order. Threads suffice, because the tokenizer releases the GIL."""
     pool, pending = ThreadPoolExecutor(workers), deque()
     try:
         for batch in _batches(documents):
-            pending.append(pool.submit(_encode, batch, tokenizer, held_out))
+            pending.append(pool.submit(encode, batch))
             if len(pending) > 2 * workers:
                 yield pending.popleft().result()
         while pending:
@@ -155,18 +163,24 @@ def _encode_all(
         pool.shutdown(cancel_futures=True)
 
 
-def _encode(batch: list[Document], tokenizer: Tokenizer, held_out: np.ndarray | None) -> Encoded:
+def _encode(batch: list[Document], tokenizer: Tokenizer, held_out: np.ndarray | None, skip: bool) -> Encoded:
     parts: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
+    empty, bad = 0, []
     for document in batch:
+        bad += document.bad
+        empty += not document.text and not document.bad
         if document.text:
             split = document.split or ("val" if held_out[document.row] else "train")
             try:
                 parts[split].append(tokenizer.encode_document(document.text))
             except UserError as error:
-                raise UserError(f"{document.place}: {error}") from error
+                row = BadRow(document.place, f"cannot be encoded ({error})")
+                if not skip:
+                    raise row from error
+                bad.append(row.summary)
     blocks = {split: b"".join(part.tobytes() for part in parts[split]) for split in SPLITS}
     documents = {split: len(parts[split]) for split in SPLITS}
-    return Encoded(blocks, documents, len(batch) - sum(documents.values()), batch[-1].after, batch[-1].bytes_read)
+    return Encoded(blocks, documents, empty, bad, batch[-1].after, batch[-1].bytes_read)
 
 
 def _write(writer: TokenWriter, batches: Iterable[Encoded], sizes: list[int], log: Log) -> None:
@@ -176,7 +190,8 @@ def _write(writer: TokenWriter, batches: Iterable[Encoded], sizes: list[int], lo
     for batch in batches:
         for split in SPLITS:
             writer.write(split, batch.blocks[split], batch.documents[split])
-        writer.skipped += batch.skipped
+        writer.skipped += batch.empty
+        writer.bad_rows += batch.bad
         writer.position = list(batch.after)
         now = time.monotonic()
         if now - saved >= SAVE_INTERVAL_S:
@@ -191,7 +206,9 @@ def _write(writer: TokenWriter, batches: Iterable[Encoded], sizes: list[int], lo
 
 
 def _tally(writer: TokenWriter) -> str:
-    skipped = f" ({writer.skipped:,} empty ones skipped)" if writer.skipped else ""
+    skipped = [f"{writer.skipped:,} empty ones"] if writer.skipped else []
+    skipped += [f"{len(writer.bad_rows):,} bad rows"] if writer.bad_rows else []
+    skipped = f" ({' and '.join(skipped)} skipped)" if skipped else ""
     return f"{writer.total('documents'):,} documents{skipped}, {writer.total('tokens'):,} tokens"
 
 

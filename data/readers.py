@@ -25,12 +25,22 @@ PLAIN = ".jsonl", ".txt", ".raw"
 ENDINGS = (".parquet", *PLAIN, *(plain + packed for plain in PLAIN for packed in CODECS))
 
 
+class BadRow(UserError):
+    """A row that is not text. data.on_bad_row=skip leaves it out."""
+
+    def __init__(self, place: str, problem: str, remedy: str = "fix it"):
+        super().__init__(f"{place} {problem}; {remedy}, or set data.on_bad_row=skip")
+        self.summary = f"{place} {problem}"
+
+
 class Row(NamedTuple):
     """A row of a file, and the share of the file that is read so far."""
 
     number: int
     text: str | None
     share: float
+    bad: tuple[str, ...] = ()
+    """What is wrong with it, if it is skipped."""
 
 
 class Document(NamedTuple):
@@ -43,7 +53,9 @@ class Document(NamedTuple):
     row: int
     """Number of its first row, counted over all files."""
     text: str
-    """Empty if the row is null, or if document_start is set and all rows are blank."""
+    """Empty if the row is null or bad, or if document_start is set and all rows are blank."""
+    bad: tuple[str, ...]
+    """Its rows that are skipped, and why."""
     after: tuple[int, int]
     """File and row at which to continue reading."""
     bytes_read: int
@@ -76,7 +88,7 @@ class Corpus:
         for path in self.files:
             with _named(path):
                 self.sizes.append(path.stat().st_size)
-        self._column = config.text_column
+        self._column, self._skips = config.text_column, config.on_bad_row == "skip"
         try:
             self._start = config.document_start and re.compile(config.document_start)
         except re.error as error:
@@ -118,6 +130,7 @@ class Corpus:
                     split=self.splits[i],
                     row=rows_before + part[0].number,
                     text=text if text.strip() or not self._start else "",
+                    bad=sum((row.bad for row in part), ()),
                     after=(i, part[-1].number + 1),
                     bytes_read=bytes_before + round(part[-1].share * self.sizes[i]),
                 )
@@ -142,7 +155,12 @@ class Corpus:
         number = first
         with _named(path, lambda: number + 1):
             for value, share in values:
-                yield Row(number, _parse(value, path, f"{path} row {number + 1}", self._column), share)
+                try:
+                    yield Row(number, _parse(value, path, f"{path} row {number + 1}", self._column), share)
+                except BadRow as error:
+                    if not self._skips:
+                        raise
+                    yield Row(number, None, share, (error.summary,))
                 number += 1
 
 
@@ -198,16 +216,17 @@ def _read_lines(path: Path, first: int, whole: bool = False) -> Iterator[tuple[b
 
 def _parse(value: bytes | pa.Scalar, path: Path, place: str, column: str) -> str | None:
     """Return the text of a row, or None for a null or an empty JSON line."""
-    if _is_text(path):
-        return value.decode("utf-8")
-    if isinstance(value, pa.Scalar):
-        text = value.as_py()
-    elif not value.strip():
-        text = None
-    else:
-        text = _json_value(value, place, column)
+    try:
+        if _is_text(path):
+            return value.decode("utf-8")
+        if isinstance(value, pa.Scalar):
+            text = value.as_py()
+        else:
+            text = _json_value(value, place, column) if value.strip() else None
+    except UnicodeDecodeError as error:
+        raise BadRow(place, f"is not UTF-8 ({error})") from error
     if not isinstance(text, str | None):
-        raise UserError(f"{place} holds {type(text).__name__} in {column}, not text; set data.text_column")
+        raise BadRow(place, f"holds {type(text).__name__} in {column}, not text", "set data.text_column")
     return text
 
 
@@ -215,11 +234,11 @@ def _json_value(line: bytes, place: str, column: str) -> object:
     try:
         row = json.loads(line)
     except UnicodeDecodeError:
-        raise  # see _named
+        raise  # see _parse
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{place} is not JSON ({error}); fix or remove it") from error
+        raise BadRow(place, f"is not JSON ({error})") from error
     if not isinstance(row, dict):
-        raise UserError(f"{place} is not a JSON object; fix or remove it")
+        raise BadRow(place, "is not a JSON object")
     if column not in row:
-        raise UserError(f"{place} has no key {column}; set data.text_column to one of {', '.join(row)}")
+        raise BadRow(place, f"has no key {column}", f"set data.text_column to one of {', '.join(row)}")
     return row[column]

@@ -1,7 +1,7 @@
 """Token files on disk: flat little-endian uint16 train.bin and val.bin (nanoGPT's format), described by meta.json.
 
 meta.json is written last. It holds `tokenizer`, `vocab_size`, `counts` (tokens and documents of each split), `source`
-(the settings that the files were made with) and `sha256` (of each file).
+(the settings that the files were made with), `sha256` (of each file) and, if any, `bad_rows` (which were skipped).
 """
 
 import hashlib
@@ -64,7 +64,8 @@ class TokenWriter(AbstractContextManager):
         self.counts = {split: {"tokens": 0, "documents": 0} for split in SPLITS}
         self.position: list[int] | None = None
         """Where the next process continues to read; None at the start."""
-        self.skipped = 0
+        self.skipped, self.bad_rows = 0, []
+        """The number of empty documents, and what is wrong with each row that was left out."""
         self.scratch.mkdir(parents=True, exist_ok=True)
         self._lock = FileLock(self.scratch / "lock")
         try:
@@ -76,7 +77,8 @@ class TokenWriter(AbstractContextManager):
             if differing := differences(progress["settings"], settings):
                 remedy = "finish that first, delete it, or choose another data.dir"
                 raise UserError(f"{self.scratch} was begun with {differing}; {remedy}")
-            self.counts, self.position, self.skipped = progress["counts"], progress["position"], progress["skipped"]
+            self.counts, self.position = progress["counts"], progress["position"]
+            self.skipped, self.bad_rows = progress["skipped"], progress["bad_rows"]
         self._files = {split: self._open(split) for split in SPLITS}
 
     def _open(self, split: str) -> BinaryIO:
@@ -112,12 +114,13 @@ class TokenWriter(AbstractContextManager):
     def save(self) -> None:
         """Make everything written so far durable, with `position`, if set, as the place to continue."""
         progress = {"settings": self.settings, "counts": self.counts, "position": self.position}
+        progress |= {"skipped": self.skipped, "bad_rows": self.bad_rows}
         with self._disk():
             for file in self._files.values():
                 file.flush()
                 os.fsync(file.fileno())
             if self.position:
-                self._write_json("progress.json", progress | {"skipped": self.skipped})
+                self._write_json("progress.json", progress)
 
     @contextmanager
     def _disk(self) -> Iterator[None]:
@@ -133,8 +136,9 @@ class TokenWriter(AbstractContextManager):
         self.save()
         sha256 = {f"{split}.bin": checksum(self.scratch / f"{split}.bin") for split in SPLITS}
         meta = {"tokenizer": tokenizer, "vocab_size": vocab_size(tokenizer), "source": self.settings}
+        meta |= {"counts": self.counts, "sha256": sha256}
         with self._disk():
-            self._write_json("meta.json", meta | {"counts": self.counts, "sha256": sha256})
+            self._write_json("meta.json", meta | ({"bad_rows": self.bad_rows} if self.bad_rows else {}))
         self.close()
         publish(self.folder)
 
@@ -145,7 +149,8 @@ class TokenWriter(AbstractContextManager):
         shutil.rmtree(self.scratch)
         total = self.total("documents")
         if not total:
-            raise UserError("the corpus holds no text; set data.source or data.text_column to text")
+            bad = f" ({len(self.bad_rows)} bad rows; {self.bad_rows[0]})" if self.bad_rows else ""
+            raise UserError(f"the corpus holds no text{bad}; set data.source or data.text_column to text")
         empty = "val" if self.counts["train"]["documents"] else "train"
         raise UserError(f"none of the {total} documents is for {empty}.bin; set data.val_files or data.val_fraction")
 

@@ -13,7 +13,8 @@ def test_is_a_schema_that_omegaconf_can_check():
 
 
 @pytest.mark.parametrize(
-    "change", [{"name": "wikitext"}, {"val_fraction": 0.0}, {"val_fraction": 1.5}, {"split_seed": -1}]
+    "change",
+    [{"name": "wikitext"}, {"val_fraction": 0.0}, {"val_fraction": 1.5}, {"split_seed": -1}, {"on_bad_row": "warn"}],
 )
 def test_impossible_settings_are_refused_by_name(change):
     with pytest.raises(UserError, match=f"data.{next(iter(change))}"):
