@@ -77,8 +77,9 @@ class TrainState:
         if state["scaler"]:  # only runs in fp16 have one
             self.scaler.load_state_dict(state["scaler"])
         self.loader.load_state_dict(state["loader"])
-        for key in NUMBERS:
-            setattr(self, key, state[key])
+        for key in NUMBERS:  # the conversion refuses what is no number
+            setattr(self, key, type(getattr(self, key))(state[key]))
+        self.norms = [float(norm) for norm in self.norms]
         self.resumed_from, rank = len(state["rng"]), self.world.rank
         if self.resumed_from == self.world.size or rank == 0:  # the others draw apart from each other already
             set_random_state(state["rng"][rank])
