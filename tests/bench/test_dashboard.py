@@ -3,8 +3,6 @@
 import json
 import os
 import re
-import subprocess
-import sys
 from itertools import combinations
 from types import SimpleNamespace
 
@@ -20,7 +18,7 @@ import yaml
 from bench import dashboard
 from bench.dashboard import DashboardSettings
 from errors import UserError
-from tests.e2e import ROOT, rows
+from tests.e2e import rows, run
 from trainer.meters import ThroughputMeter
 
 pytest_plugins = ["tests.e2e"]
@@ -118,13 +116,14 @@ def test_panels_of_a_report_do_not_overlap():
         assert side_by_side or one.y + one.h <= other.y or other.y + other.h <= one.y
 
 
-def test_without_an_account_the_definition_is_written_and_the_remedy_is_printed(tmp_path):
-    mine = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
-    nobody = mine | {"HOME": str(tmp_path), "NETRC": str(tmp_path / ".netrc")}
-    command = [sys.executable, "-m", "bench.dashboard", f"out={tmp_path / 'new' / 'a.json'}", "entity=me"]
-    ended = subprocess.run(command, cwd=ROOT, env=nobody, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    assert ended.returncode == 0 and ended.stderr == ""
-    where, why = ended.stdout.splitlines()
+def test_without_an_account_the_definition_is_written_and_the_remedy_is_printed(tmp_path, monkeypatch):
+    for key in [key for key in os.environ if key.startswith("WANDB_")]:
+        monkeypatch.delenv(key)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / ".netrc"))
+    ended = run("bench/dashboard.py", f"out={tmp_path / 'new' / 'a.json'}", "entity=me").ok()
+    assert ended.err == ""
+    where, why = ended.out.splitlines()
     assert "a.json" in where and "nothing is published: wandb finds no credentials for https://" in why
     assert "`wandb login`" in why and "run this command again" in why
     written = json.loads((tmp_path / "new" / "a.json").read_text())
