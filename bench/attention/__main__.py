@@ -26,6 +26,11 @@ from bench.common.results import environment, results_folder
 from bench.common.timing import Gpu
 from errors import UserError
 from model.attention import Attention, Custom, load_function
+from model.attention.libraries import is_installed
+
+LARGEST = {"seq_len": 2**24, "batch": 2**20, "heads": 2**16, "kv_heads": 2**16, "head_dim": 1024, "rounds": 10_000}
+ARCHITECTURES = "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx90a", "gfx942"
+UNUSED = {"explain": ("function", "variants", "out"), "check": ("cells", "seq_len", "variants", "out")}
 
 
 @dataclass
@@ -61,27 +66,36 @@ class AttentionSettings:
     explain: bool = False
     """Only print what flash2 would launch for each shape."""
     arch: str | None = None
-    """Architecture for `explain`, such as sm_80; null for the one of this machine, or sm_90 without a GPU."""
+    """Architecture for `explain`, such as sm_80; null for the one of this machine, or sm_90 if it has no GPU."""
 
     def __post_init__(self):
-        check_positive(self, "seq_len", "batch", "heads", "kv_heads", "head_dim", "rounds")
+        for key, most in LARGEST.items():
+            check_positive(self, key, most=most)
         check_choice("dtype", self.dtype, DTYPES)
+        check_choice("arch", self.arch, ARCHITECTURES)
         check_output_file("out", self.out)
         if self.check and not self.function:
             raise UserError("check=true checks a function of yours; name it with function=module:function")
+        if self.arch and not self.explain:
+            raise UserError(f"arch={self.arch} has no effect; add explain=true, or leave arch out")
+        for mode, key in ((mode, key) for mode, keys in UNUSED.items() if getattr(self, mode) for key in keys):
+            if getattr(self, key) is not None:
+                raise UserError(f"{key}=... has no effect with {mode}=true; leave one of the two out")
 
 
 def run(settings: AttentionSettings) -> None:
     """Measure, or do what `explain` or `check` ask for instead."""
-    shapes = chosen_shapes(settings)
+    shapes, variants = chosen_shapes(settings), chosen_variants(settings)
     if settings.explain:
         return explain(shapes, settings.arch)
     on_gpu = torch.cuda.is_available()
     if not (on_gpu or settings.function):
         raise UserError("bench.attention needs a GPU and finds none; without one, use explain or function")
     wrong = check_function(settings.function, "cuda" if on_gpu else "cpu") if settings.function else 0
+    if not (on_gpu or settings.check):
+        print("This machine has no GPU, so the function was checked but not timed.")
     if on_gpu and not settings.check:
-        variants, out = chosen_variants(settings), destination(settings)
+        out = destination(settings)
         rows = measure_all(shapes, variants, Gpu(), settings.rounds, out)
         if out:
             charts.draw(rows, out, environment())
@@ -99,6 +113,8 @@ def chosen_shapes(settings: AttentionSettings) -> list[AttentionShape]:
         raise UserError("a shape of your own needs seq_len=...; without one, choose shapes with cells=[...]")
     names = [shape.name for shape in SHAPES]
     wanted = names if settings.cells is None else settings.cells
+    if not wanted:
+        raise UserError("cells=[] is empty; give at least one value")
     for part in wanted:
         if not any(f"{name}_".startswith(f"{part}_") for name in names):
             raise UserError(f"cells=[{part}] is unknown; choose among {', '.join(names)}")
@@ -134,10 +150,19 @@ def destination(settings: AttentionSettings) -> Path | None:
 
 def explain(shapes: list[AttentionShape], arch: str | None) -> None:
     """Print what flash2 would launch for each shape."""
-    from kernels.flash2 import dispatch  # needs Triton
+    if not 16 <= shapes[0].head_dim <= 256:
+        raise UserError(f"head_dim={shapes[0].head_dim} does not suit flash2; give 16 to 256 with explain=true")
+    if not is_installed("triton"):
+        raise UserError("explain=true needs Triton, which this machine lacks; install it or use another machine")
+    from kernels.common.launching import arch_of
+    from kernels.flash2 import dispatch
 
-    if arch is None:
-        arch = "sm_{}{}".format(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else "sm_90"
+    reason = ""
+    if arch is None and torch.cuda.is_available():
+        arch = arch_of(torch.device("cuda"))
+    elif arch is None:
+        arch, reason = "sm_90", ", as an example because this machine has no GPU; arch=... describes another one"
+    print(f"flash2 on {arch}{reason}:")
     for shape in shapes:
         kernel = dispatch.explain(shape.head_dim, DTYPES[shape.dtype], shape.causal, shape.seq_len, arch)
         print(f"{shape.name:17} {kernel}")

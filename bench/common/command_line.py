@@ -102,7 +102,7 @@ def check_positive(settings: object, *keys: str, most: float = 2**31) -> None:
 def check_choice(key: str, value: object, choices: Collection) -> None:
     """Refuse a value, or a list with a value, that is not one of `choices`. None is accepted."""
     for name in _items(key, value):
-        errors.check_choice(key, str(name), [str(choice) for choice in choices])
+        errors.check_choice(key, name, choices)
 
 
 def _items(key: str, value: object) -> list:

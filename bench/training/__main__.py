@@ -25,7 +25,7 @@ from bench.training.floor import floor_finalists, floor_row
 from bench.training.steps import Finalist, alternate, search
 from bench.training.trainers import Job, Trainer, TrainingCell, huggingface, load_nanogpt, nanogpt, ours
 from errors import UserError
-from model.attention import load_function
+from model.attention import Custom, load_function
 
 # The GPT-3 models try the largest micro-batch that nanoGPT has memory for on an H200, and twice that size.
 CELLS = {
@@ -86,8 +86,9 @@ class TrainingSettings:
     """File to write. null writes bench/results/<this GPU>/training.json, but only if everything is measured."""
 
     def __post_init__(self):
-        check_positive(self, "batches", "rounds", most=2**20)
-        check_positive(self, "budget_seconds")
+        check_positive(self, "batches", most=2**20)
+        check_positive(self, "rounds", most=10_000)
+        check_positive(self, "budget_seconds", most=365 * 24 * 3600)
         check_output_file("out", self.out)
         check_choice("cells", self.cells, CELLS)
         check_choice("trainers", self.trainers, TRAINERS)
@@ -129,7 +130,7 @@ def run(settings: TrainingSettings) -> None:
 def load_builders(settings: TrainingSettings) -> dict[str, Callable[..., Job]]:
     """Return the function that builds a job, by the trainer's name. Refuse bad files of the user before measuring."""
     if settings.function:
-        load_function(settings.function)
+        Custom(f"function={settings.function}", load_function(settings.function))
     builders = {"ours": ours, "huggingface": huggingface}
     if settings.nanogpt:
         builders["nanogpt"] = partial(nanogpt, module=load_nanogpt(settings.nanogpt))

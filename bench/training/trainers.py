@@ -223,7 +223,7 @@ def load_nanogpt(path: Path) -> SimpleNamespace:
         raise UserError(f"nanogpt={path} does not exist; {NANOGPT_REMEDY}")
     try:
         module = SimpleNamespace(**runpy.run_path(str(path)))
-    except Exception as error:  # The file can raise anything.
+    except (Exception, SystemExit) as error:  # The file can raise anything.
         raise UserError(f"nanogpt={path} cannot be run as Python ({described(error)}); {NANOGPT_REMEDY}") from error
     if not (hasattr(module, "GPT") and hasattr(module, "GPTConfig")):
         raise UserError(f"nanogpt={path} has no GPT and GPTConfig; {NANOGPT_REMEDY}")

@@ -1,5 +1,6 @@
 """The settings of bench.attention: which shapes, variants and files they choose, and what is refused."""
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,46 @@ def test_explain_asks_the_launcher_once_per_shape(monkeypatch, capsys):
         (80, torch.bfloat16, True, 2048, "sm_80"),
         (80, torch.bfloat16, True, 8192, "sm_80"),
     ]
-    assert capsys.readouterr().out.splitlines()[1] == "d80_causal_2048   tiles"
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "flash2 on sm_80:" and lines[2] == "d80_causal_2048   tiles"
+
+
+def test_explain_says_which_architecture_it_describes_without_a_gpu(monkeypatch, capsys):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    attention.run(AttentionSettings(explain=True, cells=["gpt2"]))
+    assert capsys.readouterr().out.startswith("flash2 on sm_90, as an example because this machine has no GPU;")
+
+
+ODD = 0, -1, 7, 257, 100_000, 2**62, 10**20
+NAMES = [], [""], ["nope"], [["gpt2"]], ["gpt2", "gpt2"]
+
+
+def test_odd_settings_are_computed_or_refused_in_one_sentence(monkeypatch):
+    """They are accepted with a stub in place of the measurement, on a GPU and without one, or raise a UserError."""
+    monkeypatch.setattr(attention, "measure_all", lambda *_: [])
+    monkeypatch.setattr(attention, "check_function", lambda *_: 0)
+    monkeypatch.setattr(attention, "Gpu", lambda: None)
+    function = {"function": "kernels.naive.definition:standard_attention"}
+    others = [{"dtype": dtype} for dtype in ("int8", "", "float16")]
+    others += [{"explain": True, "arch": arch} for arch in ("rtx4090", "SM_90", "", "sm_89", "gfx942")]
+    others += [{"function": name} for name in ("", "x", ":x", "nowhere:f", "math:pi", "math:sqrt")]
+    others += [{"out": Path(name)} for name in ("", ".", "/dev/null/x", "a/b.json")]
+    others += [{"arch": "sm_80"}, {"check": True}, {"causal": True}, {"head_dim": 64}, {"check": True, "explain": True}]
+    sizes = [{"seq_len": 64, key: odd} for key in attention.LARGEST for odd in ODD]
+    names = [{key: odd} for key in ("cells", "variants") for odd in NAMES]
+    every = [given | mode for given in (*sizes, *names, *others) for mode in ({}, {"explain": True}, function)]
+    refused = 0
+    for given, on_gpu in itertools.product(every, (True, False)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda on_gpu=on_gpu: on_gpu)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+        try:
+            attention.run(AttentionSettings(**given))
+        except UserError as error:
+            refused += 1
+            assert ";" in str(error) and "\n" not in str(error), given
+    assert len(every) > 200 and len(every) < refused < 2 * len(every)
 
 
 @pytest.mark.parametrize(
@@ -82,6 +122,12 @@ def test_a_shape_of_your_own():
         (["out=."], ["out=. is a folder; name a file in the folder"]),
         (["check=true"], ["check=true", "function=module:function"]),
         (["function=no_such_module:f"], ["function=no_such_module:f", "no_such_module"]),
+        (["explain=true", "seq_len=64", "head_dim=100000"], ["head_dim=100000 is too large; give at most 1024"]),
+        (["explain=true", "seq_len=64", "head_dim=512"], ["head_dim=512", "give 16 to 256"]),
+        (["explain=true", "arch=rtx4090"], ["arch=rtx4090 is unknown", "sm_89"]),
+        (["arch=sm_80"], ["arch=sm_80 has no effect; add explain=true"]),
+        (["explain=true", "function=a:b"], ["function=... has no effect with explain=true"]),
+        (["cells=[]"], ["cells=[] is empty; give at least one value"]),
     ],
     ids=str,
 )

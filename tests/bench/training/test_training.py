@@ -1,7 +1,6 @@
 """bench.training without a GPU: tiny models, and made-up times."""
 
 import json
-import time
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -210,7 +209,12 @@ def test_nanogpts_model_has_our_shape_and_its_gradient_is_clipped(cell, tmp_path
 
 @pytest.mark.parametrize(
     ("text", "sentence"),
-    [("def", "cannot be run as Python"), ("GPT = 1", "has no GPT and GPTConfig"), (None, "does not exist")],
+    [
+        ("def", "cannot be run as Python"),
+        ("exit(3)", r"cannot be run as Python \(SystemExit: 3\)"),
+        ("GPT = 1", "has no GPT and GPTConfig"),
+        (None, "does not exist"),
+    ],
 )
 def test_a_file_that_is_not_nanogpts_is_refused(tmp_path, text, sentence):
     file = tmp_path / "model.txt"
@@ -225,8 +229,8 @@ def test_the_floor_is_all_matrix_products_and_the_fastest_attention(cell, monkey
     with FlopCounterMode(display=False) as counter:
         floor.products(cell, 2, "cpu")()
     assert counter.get_total_flops() == 6 * 2 * 16 * (2 * 12 * 32**2 + trainers.PADDED * 32)
-    variants = {"slow": lambda *given, **options: time.sleep(0.02) or flash2(*given, **options), "flash2": flash2}
-    parts = floor.floor_finalists(cell, 2, variants, Cpu())
+    variants = {"slow": lambda *given, **options: flash2(*given, **options), "flash2": flash2}
+    parts = floor.floor_finalists(cell, 2, variants, Stopwatch([9.0] * 4 + [1.0] * 4))  # four times of each variant
     calls = []
     monkeypatch.setitem(variants, "flash2", lambda *given, **options: calls.append(1) or flash2(*given, **options))
     with parts["attention"].job.alone():
@@ -285,7 +289,11 @@ def test_idle_time_is_time_without_a_kernel():
         ({"batches": [32, 0]}, r"batches=\[32,0\] must be positive"),
         ({"batches": [10**20]}, r"batches=\[10+\] is too large; give at most 1048576"),
         ({"rounds": 2**62}, "rounds=4611686018427387904 is too large"),
+        ({"rounds": 10_001}, "rounds=10001 is too large; give at most 10000"),
         ({"budget_seconds": float("nan")}, "budget_seconds=nan must be positive"),
+        ({"budget_seconds": float("inf")}, "budget_seconds=inf is too large; give at most 31536000"),
+        ({"cells": [["gpt2_1k"]]}, "cells=.*gpt2_1k.* is unknown; choose one of gpt2_1k, "),
+        ({"trainers": []}, r"trainers=\[\] is empty"),
     ],
 )
 def test_impossible_settings_are_refused(given, message):
@@ -322,6 +330,8 @@ def test_own_function_trains_like_the_variant_that_it_calls(cell, tmp_path, monk
 def test_a_function_that_does_not_exist_is_refused():
     with pytest.raises(UserError, match="function=nowhere:attention: Python finds no module nowhere"):
         compare.run(TrainingSettings(function="nowhere:attention"))
+    with pytest.raises(UserError, match="function=math:sqrt has no parameter causal; define it"):
+        compare.run(TrainingSettings(function="math:sqrt"))
 
 
 def test_only_complete_measurements_replace_the_published_results():
