@@ -267,7 +267,7 @@ def test_without_gradient_the_logits_are_unchanged(implementation):
 
 @pytest.mark.parametrize("implementation", [definition, launch], ids=["definition", "kernels"])
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-@pytest.mark.parametrize("tokens", [1, 16, 50, 200], ids=lambda n: f"{n}_tokens")
+@pytest.mark.parametrize("tokens", [1, 16, 50, 70], ids=lambda n: f"{n}_tokens")
 def test_loss_and_gradients_in_parts_match_those_of_whole_logits(implementation, tokens, dtype, monkeypatch):
     """The parts have 1, 4, 13 and 16 tokens. The gradient of an fp32 weight is summed in fp32 in every case."""
     monkeypatch.setattr(op, "PART_TOKENS", (4, 16))
@@ -280,7 +280,7 @@ def test_loss_and_gradients_in_parts_match_those_of_whole_logits(implementation,
     targets = torch.randint(150, (tokens,), device=DEVICE)
     loss = linear_cross_entropy(hidden, weight, targets, 150)
     logits = [rows for rows, columns in products if columns == 192]
-    assert sum(logits) == tokens and max(logits) == {1: 1, 16: 4, 50: 13, 200: 16}[tokens]
+    assert sum(logits) == tokens and max(logits) == {1: 1, 16: 4, 50: 13, 70: 16}[tokens]
     found = torch.autograd.grad(3 * loss, (hidden, weight))
     assert [x.dtype for x in found] == [dtype, torch.float32]
     exact = F.cross_entropy((hidden.double() @ weight.to(dtype).double().T)[:, :150], targets)

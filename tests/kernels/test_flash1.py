@@ -47,9 +47,9 @@ def test_kernels_are_as_accurate_as_math_attention(case):
     case=st.builds(
         Case,
         batch=st.integers(1, 2),
-        seq_q=st.integers(1, 140),
-        seq_k=st.integers(1, 140),
-        heads=st.sampled_from([2, 4]),
+        seq_q=st.integers(1, 100),
+        seq_k=st.integers(1, 100),
+        heads=st.just(2),
         kv_heads=st.sampled_from([1, 2]),
         head_dim=st.integers(16, 40),
         causal=st.booleans(),

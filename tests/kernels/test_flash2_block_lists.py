@@ -10,7 +10,7 @@ from kernels.flash2 import block_lists as blocks
 from kernels.flash2 import definition, dispatch, flash2
 from kernels.flash2.options import Options
 from tests.kernels.accuracy import Case, draw, outcome
-from tests.kernels.flash2_cases import BF16, KERNEL_DEVICE, visible_keys, written_out
+from tests.kernels.flash2_cases import BF16, FEW_TILES, KERNEL_DEVICE, visible_keys, written_out
 
 
 def kept_pairs(pattern: torch.Tensor, length: int) -> torch.Tensor:
@@ -21,31 +21,34 @@ def kept_pairs(pattern: torch.Tensor, length: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("implementation", [definition, dispatch], ids=["definition", "kernels"])
 @pytest.mark.parametrize(
-    ("length", "rows", "causal", "document", "longest"),
+    ("length", "rows", "causal", "document", "longest", "heads", "kv_heads"),
     [
-        (261, "100 000 011", True, None, 16),
-        (270, "010 100 000", False, 130, 16),
-        (200, "11 01", True, 70, 16),
-        (128, "1", False, None, 16),
-        (400, "1000 1100 1010 1111", True, None, 2),
-        (300, "101 111 111", False, 130, 1),
+        (261, "100 000 011", True, None, 16, 4, 2),
+        (270, "010 100 000", False, 130, 16, 2, 1),
+        (200, "11 01", True, 70, 16, 2, 1),
+        (128, "1", False, None, 16, 2, 1),
+        (400, "1000 1100 1010 1111", True, None, 2, 2, 1),
+        (260, "101 111 111", False, 130, 1, 2, 2),
     ],
 )
-def test_blocks_left_out_are_not_seen(monkeypatch, implementation, length, rows, causal, document, longest):
+def test_blocks_left_out_are_not_seen(
+    monkeypatch, implementation, length, rows, causal, document, longest, heads, kv_heads
+):
     """Compare with autograd in fp64.
 
     The cases include rows and columns without a block, blocks that the causal mask hides, and divided lists.
     """
     monkeypatch.setattr(blocks, "longest_piece", lambda counts: longest)
-    case = Case(1, length, length, heads=4, kv_heads=2, head_dim=16, causal=causal)
+    case = Case(1, length, length, heads=heads, kv_heads=kv_heads, head_dim=16, causal=causal)
     pattern = torch.tensor([[block == "1" for block in row] for row in rows.split()])
     inputs, cuts = draw(case, KERNEL_DEVICE), [] if document is None else [0, document, length]
     kept_blocks = blocks.listed(pattern, causal, bool(cuts), length % 128 != 0).lists.to(KERNEL_DEVICE)
     documents = document_bounds(torch.tensor(cuts, device=KERNEL_DEVICE), 1, length) if cuts else None
     options = Options(None, documents, kept_blocks, causal, 0, 0.25)
-    dlogsumexp = torch.randn(1, 4, length, device=KERNEL_DEVICE)
-    out, logsumexp = implementation.forward(*inputs[:3], *options)
-    grads = implementation.backward(inputs[3], *inputs[:3], out, logsumexp, dlogsumexp, True, *options)
+    dlogsumexp = torch.randn(1, heads, length, device=KERNEL_DEVICE)
+    tiles = FEW_TILES if implementation is dispatch else {}
+    out, logsumexp = implementation.forward(*inputs[:3], *options, **tiles)
+    grads = implementation.backward(inputs[3], *inputs[:3], out, logsumexp, dlogsumexp, True, *options, **tiles)
     visible = visible_keys(case, None, cuts) & kept_pairs(pattern, length)
     expected = written_out(case, inputs, visible.to(KERNEL_DEVICE), dlogsumexp)
     for got, want in zip((out, logsumexp, *grads), expected, strict=True):
