@@ -5,7 +5,7 @@ micro_step show forward, backward, clip and step.
 """
 
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 
 import torch
@@ -35,7 +35,7 @@ from trainer.distributed.world import ALONE, World, join
 from trainer.evaluation import validate
 from trainer.folders import claimed
 from trainer.graphs import MicroStep, capture, check_graphs
-from trainer.loggers import Loggers, Metrics, WandbConfig
+from trainer.loggers import Loggers, Metrics
 from trainer.memory import explaining_out_of_memory
 from trainer.optimizer import build_optimizer, clip_gradients, learning_rate, set_learning_rate
 from trainer.precision import Compute, choose_compute
@@ -66,7 +66,6 @@ def train(config: Config, resumed: State | None, world: World = ALONE) -> StopRe
 
     fix_randomness(config.train)
     config.model = run_shape(config.model, tokens, resumed)
-    config.wandb = wandb_labels(config, compute)
     changes = changed_settings(resumed["config"], asdict(config)) if resumed else {}
     documents = config.data.document_mask
     options = {"document_mask": documents, "is_resumed": resumed_step is not None}
@@ -85,8 +84,9 @@ def train(config: Config, resumed: State | None, world: World = ALONE) -> StopRe
             state.load_state_dict(resumed)
             resumed.clear()  # 12 bytes of host memory per parameter
         options = {"max_steps": config.train.max_steps, "run_config": state.config, "resumed_step": resumed_step}
+        labels = wandb_labels(config, compute)
         with (
-            open_logs(folder, world, changes, wandb=config.wandb, **options) as log,
+            open_logs(folder, world, changes, wandb=config.wandb, labels=labels, **options) as log,
             StopRequest(world) as stop,
             checkpoints.saving(state, log.message),
             explaining_out_of_memory(model, config.train, compute),
@@ -102,11 +102,10 @@ def train(config: Config, resumed: State | None, world: World = ALONE) -> StopRe
     return stop
 
 
-def wandb_labels(config: Config, compute: Compute) -> WandbConfig:
-    """Return wandb's settings with a group and tags, by which users compare variants, if the user gives none."""
+def wandb_labels(config: Config, compute: Compute) -> dict:
+    """Return the group and tags by which users compare variants in wandb, unless they set others."""
     tags = [config.attention.name, chosen("model"), config.data.name, compute.precision]
-    group = sweep_name() if config.wandb.group is None else config.wandb.group
-    return replace(config.wandb, group=group, tags=tags if config.wandb.tags is None else config.wandb.tags)
+    return {"group": sweep_name(), "tags": tags}
 
 
 def loop(

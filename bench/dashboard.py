@@ -19,7 +19,7 @@ from wandb_workspaces.reports.v2.interface import Panel
 from bench.common.command_line import check_output_file, launch
 from bench.common.results import write
 from errors import UserError, described
-from trainer.loggers import WandbConfig, server_problem
+from trainer.loggers import WandbConfig, complete, server_problem
 
 GROUPS = ("attention.name", "model.context_length")
 TITLE = "Attention variants"
@@ -41,10 +41,10 @@ COST = {
 class DashboardSettings:
     """Which runs to compare."""
 
-    project: str = WandbConfig.project
-    """wandb.project of the runs."""
+    project: str | None = None
+    """wandb.project of the runs; by default WANDB_PROJECT, or gpt2-flash."""
     entity: str | None = None
-    """User or team that owns the project; by default that of the account."""
+    """User or team that owns the project; by default WANDB_ENTITY, or that of the account."""
     group: str | None = None
     """Only the runs of this wandb.group; for a sweep, the name of its folder."""
     out: str = "outputs/dashboard.json"
@@ -52,6 +52,8 @@ class DashboardSettings:
 
     def __post_init__(self):
         check_output_file("out", self.out)
+        config, _ = complete(WandbConfig(project=self.project, entity=self.entity), {})
+        self.project, self.entity = config.project, config.entity
         if set(self.group or "") & set("'\\<=>"):
             raise UserError(f"group={self.group} contains one of ' \\ < = >, which wandb's filters misread; omit group")
 

@@ -74,8 +74,9 @@ def test_a_terminal_that_is_closed_lets_the_run_save(workplace):
     assert load(find("run"))["step"] == curve("run")[-1][0] == 8
 
 
-def test_training_goes_on_where_nobody_reads_what_it_says(workplace):
+def test_training_goes_on_where_nobody_reads_what_it_says(workplace, monkeypatch):
     """As before | head, which ends when it has had its lines."""
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     process = start(str(ROOT / "train.py"), *TINY, "train.max_steps=20", "hydra.run.dir=run")
     process.stdout.readline()
     process.stdout.close()

@@ -11,9 +11,18 @@ from rich.console import Console
 from trainer.loggers.base import Loggers, Metrics, describe_changes, finite
 from trainer.loggers.console import ConsoleLogger
 from trainer.loggers.jsonl import JsonlLogger, truncate_after
-from trainer.loggers.wandb import WandbConfig, WandbLogger, server_problem
+from trainer.loggers.wandb import WandbConfig, WandbLogger, complete, server_problem
 
-__all__ = ["Loggers", "Metrics", "WandbConfig", "describe_changes", "finite", "server_problem", "start_loggers"]
+__all__ = [
+    "Loggers",
+    "Metrics",
+    "WandbConfig",
+    "complete",
+    "describe_changes",
+    "finite",
+    "server_problem",
+    "start_loggers",
+]
 
 
 def start_loggers(
@@ -22,15 +31,20 @@ def start_loggers(
     max_steps: int,
     wandb: WandbConfig,
     run_config: dict[str, Any],
+    labels: dict[str, Any] | None = None,
     resumed_step: int | None = None,
     console: Console | None = None,
 ) -> Loggers:
     """Return the loggers of a run that writes to `folder`.
 
-    `run_config` is the composed config as plain values. A run resumed at `resumed_step` continues metrics.jsonl after
-    that step. A new run (None) in an old folder keeps the old file as metrics.previous.jsonl.
+    `run_config` is the composed config as plain values. `labels` are the defaults of wandb's group and tags. A run
+    resumed at `resumed_step` continues metrics.jsonl after that step. A new run (None) in an old folder keeps the old
+    file as metrics.previous.jsonl.
     """
     screen = ConsoleLogger(max_steps, console=console)
+    wandb, origins = complete(wandb, labels or {})
+    for line in origins:
+        screen.message(line)
     remote = WandbLogger(wandb, run_config, folder, on_failure=screen.message)
     path = folder / "metrics.jsonl"
     if resumed_step is not None:

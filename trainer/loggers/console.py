@@ -1,6 +1,5 @@
 """The console: a live progress line on a terminal, plain lines elsewhere."""
 
-import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -13,23 +12,15 @@ from rich.table import Column
 from trainer.loggers.base import Logger, Metrics, describe_changes
 
 
-class _Screen(Console):
-    def on_broken_pipe(self) -> None:
-        """Go on after stdout was closed, as by `train.py | head`. rich would end the process."""
-        self.quiet = True
-        with open(os.devnull, "w") as nothing:  # Python flushes stdout at exit
-            os.dup2(nothing.fileno(), 1)
-
-
 class ConsoleLogger(Logger):
     """Show progress: a live line on a terminal, with messages above it, or one line per call of `log` elsewhere.
 
-    Output that stdout refuses (full disk, closed pipe or terminal) is lost; training goes on.
+    Output that stdout refuses (full disk, closed terminal) is lost; training goes on.
     """
 
     def __init__(self, max_steps: int, *, console: Console | None = None, clock: Callable[[], float] = time.monotonic):
         self.max_steps = max_steps
-        self._console, self._clock = console or _Screen(), clock
+        self._console, self._clock = console or Console(), clock
         self._marks: deque[tuple[int, float]] = deque(maxlen=100)  # the recent steps and when they ended
         self._progress: Progress | None = None
 

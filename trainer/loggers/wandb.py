@@ -1,35 +1,64 @@
 """Weights & Biases: the same metrics, plotted against tokens."""
 
+import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from errors import UserError, check_choice, described
 from trainer.loggers.base import Logger, Metrics
 
+MODES = ("online", "offline", "disabled")
+DEFAULTS = {"mode": "offline", "project": "gpt2-flash"}
+VARIABLES = {key: f"WANDB_{key.upper()}" for key in ("mode", "project", "name", "tags", "entity")}
+VARIABLES["group"] = "WANDB_RUN_GROUP"
+
 
 @dataclass
 class WandbConfig:
-    """Weights & Biases."""
+    """Weights & Biases. A setting that is null is taken from wandb's environment variable, such as WANDB_MODE."""
 
-    mode: str = "offline"
-    """online: upload while training. offline: write to the output folder, for `wandb sync`. disabled: no wandb."""
-    project: str = "gpt2-flash"
-    """Project that the run belongs to."""
+    mode: str | None = None
+    """online: upload while training. offline (default): write to the output folder, for `wandb sync`. disabled: no
+    wandb."""
+    project: str | None = None
+    """Project that the run belongs to; by default gpt2-flash."""
     name: str | None = None
-    """Name of the run; null lets wandb choose one."""
+    """Name of the run; by default wandb chooses one."""
     group: str | None = None
-    """Group of runs to show together; null is the name of the sweep's folder, or no group outside a sweep."""
+    """Group of runs to show together (WANDB_RUN_GROUP); by default the name of the sweep's folder, or no group."""
     tags: list[str] | None = None
-    """Tags of the run; null is its attention, model, corpus and precision."""
+    """Tags of the run; by default its attention, model, corpus and precision."""
     entity: str | None = None
-    """User or team that owns the project; null is wandb's default for the account."""
+    """User or team that owns the project; by default wandb's default for the account."""
 
     def __post_init__(self) -> None:
-        check_choice("wandb.mode", self.mode, ("online", "offline", "disabled"))
-        if not self.project:
+        if self.mode is not None:
+            check_choice("wandb.mode", self.mode, MODES)
+        if self.project == "":
             raise UserError("wandb.project is empty; give it a name, or set wandb.mode=disabled")
+        for key in ("project", "name", "group"):  # An offline run is not compared with the limits of the server.
+            if len(value := getattr(self, key) or "") > 128:
+                raise UserError(f"wandb.{key}={value} has {len(value)} characters; use at most 128")
+        for tag in self.tags or []:
+            if not 1 <= len(tag) <= 64:
+                raise UserError(f"wandb.tags: '{tag}' has {len(tag)} characters; use 1 to 64")
+
+
+def complete(config: WandbConfig, defaults: dict[str, Any]) -> tuple[WandbConfig, list[str]]:
+    """Fill each null of `config` from the environment, else from `defaults`.
+
+    Return the settings, and a line for each environment variable that is used or overridden.
+    """
+    given = {key: os.environ[variable] for key, variable in VARIABLES.items() if os.environ.get(variable)}
+    if "mode" in given and config.mode is None:
+        check_choice("WANDB_MODE", given["mode"], MODES)
+    lines, values = [], {key: value for key, value in asdict(config).items() if value is not None}
+    for key, text in given.items():
+        lines.append(f"{VARIABLES[key]}={text} {f'is overridden by wandb.{key}' if key in values else 'is used'}")
+        values.setdefault(key, text.split(",") if key == "tags" else text)
+    return WandbConfig(**DEFAULTS | defaults | values), lines
 
 
 class WandbLogger(Logger):

@@ -11,7 +11,7 @@ from errors import UserError
 from tests import e2e
 from tests.helpers import offline_wandb
 from tests.helpers.consoles import plain_console, printed
-from trainer.loggers import WandbConfig, start_loggers
+from trainer.loggers import WandbConfig, complete, start_loggers
 from trainer.loggers.wandb import WandbLogger
 
 pytest_plugins = ["tests.e2e"]
@@ -26,18 +26,45 @@ def run_python(code: str, cwd: Path, **env: str) -> tuple[str, float]:
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     process = subprocess.Popen([sys.executable, "-c", code], cwd=cwd, env=clean, text=True, **pipes)
     try:
-        process.wait(timeout=60)
+        status = process.wait(timeout=60)
     finally:
         process.kill()
     out, _ = process.communicate()
-    assert process.returncode == 0, out
+    assert status == 0, out
     return out, time.monotonic() - began
 
 
-@pytest.mark.parametrize(("field", "value"), [("mode", "on"), ("project", "")])
+BAD = [("mode", "on"), ("project", ""), ("name", "n" * 129), ("group", "g" * 129), ("tags", ["a", "t" * 65])]
+
+
+@pytest.mark.parametrize(("field", "value"), [*BAD, ("tags", [""])])
 def test_bad_settings_are_refused(field, value):
     with pytest.raises(UserError, match=rf"wandb\.{field}"):
         WandbConfig(**{field: value})
+
+
+def test_settings_then_the_environment_then_defaults(monkeypatch):
+    given = WandbConfig(project="mine", tags=[])
+    environment = {"MODE": "disabled", "PROJECT": "theirs", "TAGS": "a,b", "RUN_GROUP": "night", "NAME": ""}
+    for name, value in environment.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    config, lines = complete(given, {"group": "sweep", "tags": ["sdpa"]})
+    assert config == WandbConfig(mode="disabled", project="mine", group="night", tags=[])
+    assert lines == [
+        "WANDB_MODE=disabled is used",
+        "WANDB_PROJECT=theirs is overridden by wandb.project",
+        "WANDB_TAGS=a,b is overridden by wandb.tags",
+        "WANDB_RUN_GROUP=night is used",
+    ]
+    config, _ = complete(WandbConfig(mode="online"), {"group": "sweep", "tags": ["sdpa"]})
+    assert config == WandbConfig(mode="online", project="theirs", group="night", tags=["a", "b"])
+    monkeypatch.setenv("WANDB_MODE", "dryrun")
+    with pytest.raises(UserError, match="WANDB_MODE=dryrun is unknown; choose one of online, offline, disabled"):
+        complete(given, {})
+    for name in environment:
+        monkeypatch.delenv(f"WANDB_{name}")
+    config, lines = complete(WandbConfig(), {"group": "sweep", "tags": ["sdpa"]})
+    assert (config, lines) == (WandbConfig("offline", "gpt2-flash", None, "sweep", ["sdpa"]), [])
 
 
 def test_disabled_does_not_import_wandb(tmp_path):
@@ -73,8 +100,9 @@ def test_offline_writes_a_run_below_the_output_folder_and_nowhere_else(tmp_path)
 
 
 def test_an_offline_sweep_reads_back_as_it_was_logged(workplace):
-    sweep = ("-m", "attention=naive,sdpa", "hydra.sweep.dir=sweeps/two")
-    e2e.run("train.py", *sweep, *e2e.TINY, "wandb.mode=offline").ok()
+    for job, attention in enumerate(("naive", "sdpa")):  # as the launcher starts the jobs of a sweep
+        own = "hydra.mode=RUN", f"hydra.job.num={job}", f"attention={attention}", "wandb.mode=offline"
+        e2e.train(f"sweeps/two/{job}_{attention}", *own).ok()
     naive, sdpa = (e2e.curve(f"sweeps/two/{job}", "train/loss") for job in ("0_naive", "1_sdpa"))
     assert naive == [(step, pytest.approx(loss, rel=1e-4)) for step, loss in sdpa]
     for folder, attention in (("sweeps/two/0_naive", "naive"), ("sweeps/two/1_sdpa", "sdpa")):
@@ -92,14 +120,15 @@ def test_an_offline_sweep_reads_back_as_it_was_logged(workplace):
     assert "Would sync 2 run(s)" in found.stderr
 
 
-def test_the_users_group_and_tags_are_kept(workplace):
-    e2e.train("named", "wandb.mode=offline", "train.max_steps=1", "wandb.group=mine", "wandb.tags=[]").ok()
-    e2e.train("alone", "wandb.mode=offline", "train.max_steps=1", "wandb.tags=[a,b]").ok()
-    named, alone = offline_wandb.read("named"), offline_wandb.read("alone")
-    assert (named.group, named.tags, alone.group, alone.tags) == ("mine", [], "", ["a", "b"])
+def test_the_users_group_and_tags_are_kept(workplace, monkeypatch):
+    monkeypatch.setenv("WANDB_TAGS", "a,b")
+    out = e2e.train("named", "wandb.mode=offline", "train.max_steps=1", "wandb.group=mine").ok().out
+    named = offline_wandb.read("named")
+    assert (named.group, named.tags) == ("mine", ["a", "b"]) and out.startswith("WANDB_TAGS=a,b is used\n")
 
 
 REFUSED_ONLINE = """if True:
+    import os
     import time
     began = time.monotonic()
     from pathlib import Path
@@ -109,7 +138,8 @@ REFUSED_ONLINE = """if True:
         start_loggers(Path("out"), max_steps=2, wandb=WandbConfig(mode="online"), run_config={})
     except UserError as error:
         assert time.monotonic() - began < 15
-        print(error)
+        print(error, flush=True)
+    os._exit(0)  # wandb's own process can take 12 s to end
     """
 
 
@@ -127,10 +157,7 @@ def test_online_without_a_network_is_refused(tmp_path):
 
 
 def test_online_with_a_server_that_never_answers_is_refused(tmp_path):
-    """The credentials are in the netrc file. The host accepts the connection and stays silent.
-
-    wandb's own process then takes 12 s more to end, after the message.
-    """
+    """The credentials are in the netrc file. The host accepts the connection and stays silent."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         host = f"127.0.0.1:{server.getsockname()[1]}"
         (tmp_path / ".netrc").write_text(f"machine {host} login user password {'a' * 40}\n")
@@ -169,7 +196,7 @@ def test_a_process_ends_normally_after_wandb_failed(tmp_path):
     code = """if True:
         from pathlib import Path
         from trainer.loggers.wandb import WandbConfig, WandbLogger
-        log = WandbLogger(WandbConfig(), {}, Path("out"), print)
+        log = WandbLogger(WandbConfig(mode="offline"), {}, Path("out"), print)
         log.log(1, 10, {"train/loss": 1.0})
         log.log(2, 20, {3: object()})
         log.log(3, 30, {"train/loss": 2.0})
@@ -184,7 +211,7 @@ def test_a_process_ends_normally_after_wandb_failed(tmp_path):
 def test_a_wandb_failure_at_the_end_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr("trainer.loggers.wandb._start_run", lambda *_: BrokenRun())
     said = []
-    log = WandbLogger(WandbConfig(), {}, tmp_path, on_failure=said.append)
+    log = WandbLogger(WandbConfig(mode="offline"), {}, tmp_path, on_failure=said.append)
     log.close()
     log.close()
     assert len(said) == 1
