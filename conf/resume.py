@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from conf.cli import to_typed
 from conf.schema import Config
 from errors import UserError, assigned
-from model.attention import VARIANTS, AttentionConfig, restore_attention
+from model.attention import VARIANTS, AttentionConfig, CustomConfig, restore_attention
 from trainer.checkpoint.files import State
 from trainer.checkpoint.load import of_this_version
 from trainer.distributed.world import is_of_submitit, started
@@ -53,7 +53,7 @@ def resumed_settings(config: Config, state: State) -> Config:
 
 def _attention_of(stored: dict, source: str) -> AttentionConfig:
     variant = VARIANTS.get(stored["name"])
-    if variant and variant.names_code:
+    if variant is CustomConfig:
         raise UserError(
             f"checkpoint.resume={source} was trained with attention={stored['name']}, and a checkpoint must not name "
             f"code to import; give attention={stored['name']} attention.function={stored['function']} again"
@@ -94,6 +94,6 @@ def command_to_continue(checkpoint: Path, folder: Path, attention: AttentionConf
     size, local = started()[1], int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     nodes = f" --nnodes={size // local} ..." if size > local else ""
     launcher = f"torchrun{nodes} --nproc_per_node={local}" if size > 1 else "python"
-    code = [str(attention)] if attention.names_code else []
+    code = [str(attention)] if isinstance(attention, CustomConfig) else []
     places = assigned("checkpoint.resume", checkpoint), assigned("hydra.run.dir", folder)
     return " ".join([launcher, program, *code, *places])
