@@ -73,7 +73,8 @@ def cases(name: str, function: Attention, device: str) -> list[tuple[str, Callab
 
     found = []
     for causal, length in itertools.product((True, False), LENGTHS):
-        shape = AttentionShape("check", 1 if length > 1000 else 2, length, heads=2, head_dim=64, causal=causal)
+        size = 1 if length > 1000 else 2  # of batch and heads; a CPU needs most of its time for long sequences
+        shape = AttentionShape("check", size, length, heads=size, head_dim=64, causal=causal)
         found.append((f"{'causal' if causal else 'full'}, length {length}", partial(judge, shape)))
     shape = AttentionShape("check", batch=2, seq_len=111, heads=2, head_dim=64)
     cuts = [0, 40, 111, 151, 222]  # two documents in each sequence
