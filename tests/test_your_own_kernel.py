@@ -64,7 +64,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def test_the_kernel_passes_the_check(start, monkeypatch, capsys):
-    """At two lengths and head sizes, because the whole matrix takes a minute."""
+    """At two lengths and head sizes, because the whole matrix takes longer."""
     monkeypatch.setattr(function_check, "LENGTHS", (1, 63))
     monkeypatch.setattr(function_check, "HEAD_DIMS", (40, 64))
     start(CHECK)
