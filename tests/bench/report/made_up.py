@@ -12,7 +12,7 @@ from trainer.loggers.jsonl import JsonlLogger
 
 def save_run(folder: Path, metrics: dict[int, dict], attention: str = "flash2", **train: int) -> Path:
     """Write metrics.jsonl, from metrics by step of 100 tokens, and config.yaml."""
-    log = JsonlLogger(folder / "metrics.jsonl")
+    log = JsonlLogger(folder / "metrics.jsonl", print)
     for step, of_step in metrics.items():
         log.log(step, 100 * step, of_step)
     log.close()
