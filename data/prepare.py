@@ -4,7 +4,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from data.config import HELD_OUT_DOCUMENTS, HELD_OUT_TOKENS, DataConfig
-from data.readers import BadRow, Corpus, Document, find_files
+from data.readers import BadRow, Corpus, Document, Position, find_files
 from data.token_files import SPLITS, TokenWriter, differences, has_files, publish, read_meta
 from data.tokenizers import Tokenizer, get_tokenizer
 from errors import UserError
@@ -35,7 +35,7 @@ class Encoded(NamedTuple):
     documents: dict[str, int]
     empty: int
     bad: list[str]
-    after: tuple[int, int]
+    after: Position
     bytes_read: int
 
 
@@ -57,8 +57,7 @@ def prepare(config: DataConfig, *, log: Log = print) -> None:
             return log(done)
         get_tokenizer(config.tokenizer, ", or data.tokenizer=byte")  # fail before gigabytes are downloaded
     corpus = Corpus(source_files(config, log), config)
-    settings |= {"files": len(corpus.files), "bytes": sum(corpus.sizes), "names_and_sizes": corpus.fingerprint()}
-    if _is_prepared(folder, settings):
+    if _is_prepared(folder, settings | corpus.summary()):
         return log(f"{done} and from files of the same names and sizes")
     tokenizer = get_tokenizer(config.tokenizer, ", or data.tokenizer=byte")
     rows = held_out = None
@@ -68,8 +67,12 @@ def prepare(config: DataConfig, *, log: Log = print) -> None:
         held_out = hold_out(sum(rows), config.val_fraction or HELD_OUT_DOCUMENTS, config.split_seed)
     with TokenWriter(folder, settings) as writer:
         if writer.position:
+            writer.position = Position(*writer.position)
+            if not corpus.is_unchanged(writer.position):
+                problem = f"{writer.scratch} was begun with other files or rows before those still to read"
+                raise UserError(f"{problem}; put them back, delete it, or choose another data.dir")
             log(f"continuing after {_tally(writer)}")
-        documents = corpus.documents(tuple(writer.position or (0, 0)), rows)
+        documents = corpus.documents(writer.position, rows)
         encode = partial(_encode, tokenizer=tokenizer, held_out=held_out, skip=config.on_bad_row == "skip")
         encoded = _encode_all(documents, encode, config.workers or os.cpu_count() or 1)
         _write(writer, encoded, corpus.sizes, log)
@@ -80,7 +83,7 @@ def prepare(config: DataConfig, *, log: Log = print) -> None:
                 "the tokens; data.val_fraction sets this share"
             )
             writer.hold_out_tail(share, tokenizer.eot)
-        writer.finish(config.tokenizer)
+        writer.finish(config.tokenizer, **corpus.summary())
     shares = ", ".join(f"{count['tokens']:,} in {split}.bin" for split, count in writer.counts.items())
     log(f"{folder}: {_tally(writer)}: {shares}")
     if writer.bad_rows:
@@ -152,9 +155,19 @@ def _encode_all(
 ) -> Iterator[Encoded]:
     """Yield the documents as tokens, in order. Threads suffice, because the tokenizer releases the GIL."""
     pool, pending = ThreadPoolExecutor(workers), deque()
+
+    def submitted() -> Iterator[Future]:
+        try:
+            for batch in _batches(documents):
+                yield pool.submit(encode, batch)
+        except UserError as error:  # a bad row; the batches before it come first
+            failed = Future()
+            failed.set_exception(error)
+            yield failed
+
     try:
-        for batch in _batches(documents):
-            pending.append(pool.submit(encode, batch))
+        for future in submitted():
+            pending.append(future)
             if len(pending) > 2 * workers:
                 yield pending.popleft().result()
         while pending:
@@ -185,14 +198,14 @@ def _encode(batch: list[Document], tokenizer: Tokenizer, held_out: np.ndarray | 
 
 def _write(writer: TokenWriter, batches: Iterable[Encoded], sizes: list[int], log: Log) -> None:
     """Write the batches. Save and log at intervals. `sizes` are the bytes of each file of the corpus."""
-    read_before = sum(sizes[: writer.position[0]]) if writer.position else 0
+    read_before = sum(sizes[: writer.position.file]) if writer.position else 0
     start = saved = logged = time.monotonic()
     for batch in batches:
         for split in SPLITS:
             writer.write(split, batch.blocks[split], batch.documents[split])
         writer.skipped += batch.empty
         writer.bad_rows += batch.bad
-        writer.position = list(batch.after)
+        writer.position = batch.after
         now = time.monotonic()
         if now - saved >= SAVE_INTERVAL_S:
             writer.save()

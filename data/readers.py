@@ -7,8 +7,10 @@ import hashlib
 import io
 import json
 import re
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,12 +35,26 @@ class BadRow(UserError):
         self.summary = f"{place} {problem}"
 
 
+class Position(NamedTuple):
+    """A place in the corpus, with what identifies the part before it."""
+
+    file: int
+    row: int
+    checksum: int
+    """CRC-32 of the rows before it in the file, or a parquet file's size."""
+    name: str
+    """Of the file."""
+    before: str
+    """Hash of the names and sizes of the files before it."""
+
+
 class Row(NamedTuple):
-    """A row of a file, and the share of the file that is read so far."""
+    """A row of a file, and the share and the checksum of the file's part that is read so far."""
 
     number: int
     text: str | None
     share: float
+    checksum: int
     bad: tuple[str, ...] = ()
     """What is wrong with it, if it is skipped."""
 
@@ -56,8 +72,8 @@ class Document(NamedTuple):
     """Empty if the row is null or bad, or if document_start is set and all rows are blank."""
     bad: tuple[str, ...]
     """Its rows that are skipped, and why."""
-    after: tuple[int, int]
-    """File and row at which to continue reading."""
+    after: "Position"
+    """Where to continue reading."""
     bytes_read: int
     """Bytes of input read so far."""
 
@@ -84,10 +100,14 @@ class Corpus:
         for split, pattern in patterns.items():
             if config.val_files is not None and split not in self.splits:
                 raise UserError(f"data.{split}_files={pattern} matches no file; set it, or another data.source")
-        self.sizes = []
+        self.sizes, self.hashes = [], [hashlib.sha256().hexdigest()]
+        """Bytes of each file, and hashes of the names and sizes of the first 0, 1, ... all files."""
+        names_and_sizes = hashlib.sha256()
         for path in self.files:
             with _named(path):
                 self.sizes.append(path.stat().st_size)
+            names_and_sizes.update(f"{path.name}\0{self.sizes[-1]}\n".encode(errors="surrogateescape"))
+            self.hashes.append(names_and_sizes.hexdigest())
         self._column, self._skips = config.text_column, config.on_bad_row == "skip"
         try:
             self._start = config.document_start and re.compile(config.document_start)
@@ -95,44 +115,62 @@ class Corpus:
             setting = f"data.document_start={config.document_start}"
             raise UserError(f"{setting} is not a regular expression ({error}); fix it") from error
 
-    def fingerprint(self) -> str:
-        """Return a hash of the files' names, order and sizes."""
-        listing = "".join(f"{path.name}\0{size}\n" for path, size in zip(self.files, self.sizes, strict=True))
-        return hashlib.sha256(listing.encode(errors="surrogateescape")).hexdigest()
+    def summary(self) -> dict:
+        """Return what tells this corpus from others of the same settings."""
+        return {"files": len(self.files), "bytes": sum(self.sizes), "names_and_sizes": self.hashes[-1]}
+
+    def is_unchanged(self, position: Position) -> bool:
+        """Return whether what was read before `position` is still the same."""
+        i = position.file
+        if i >= len(self.files) or (self.files[i].name, self.hashes[i]) != (position.name, position.before):
+            return False
+        if self.files[i].suffix == ".parquet":
+            return self.sizes[i] == position.checksum
+        read = (0, 0)
+        with _named(self.files[i], lambda: read[0] + 1):
+            lines = islice(_read_lines(self.files[i], whole=self._is_document(i)), position.row)
+            for number, (_, _, checksum) in enumerate(lines, start=1):
+                read = (number, checksum)
+        return read == (position.row, position.checksum)
 
     def count_rows(self) -> list[int]:
         """Return the rows of each file. Files other than parquet are read for this."""
-        return [self._count(path) for path in self.files]
+        return [self._count(i) for i in range(len(self.files))]
 
-    def _count(self, path: Path) -> int:
+    def _count(self, i: int) -> int:
         number = 0
-        with _named(path, lambda: number + 1):
-            if path.suffix == ".parquet":
-                return pq.read_metadata(path).num_rows
-            if _is_text(path) and not self._start:
+        with _named(self.files[i], lambda: number + 1):
+            if self.files[i].suffix == ".parquet":
+                return pq.read_metadata(self.files[i]).num_rows
+            if self._is_document(i):
                 return 1
-            for _ in _read_lines(path, 0):
+            for _ in _read_lines(self.files[i]):
                 number += 1
         return number
 
-    def documents(self, first: tuple[int, int] = (0, 0), rows: list[int] | None = None) -> Iterator[Document]:
-        """Yield the documents in order, from a file and row on. `rows` is count_rows(), needed for Document.row.
+    def _is_document(self, i: int) -> bool:
+        """Return whether file `i` is one document and one row."""
+        return _is_text(self.files[i]) and not self._start
+
+    def documents(self, first: Position | None = None, rows: list[int] | None = None) -> Iterator[Document]:
+        """Yield the documents in order, from `first` on. `rows` is count_rows(), needed for Document.row.
 
         Raises:
             UserError: a row cannot be read; names file and row.
         """
-        for i in range(first[0], len(self.files)):
+        start, start_row = (first.file, first.row) if first else (0, 0)
+        for i in range(start, len(self.files)):
             path, rows_before, bytes_before = self.files[i], sum(rows[:i]) if rows else 0, sum(self.sizes[:i])
-            for part in self._join(self._rows(path, first[1] if i == first[0] else 0)):
-                text = "".join(row.text or "" for row in part)
+            for part in self._join(self._rows(i, start_row if i == start else 0)):
+                text, last = "".join(row.text or "" for row in part), part[-1]
                 yield Document(
                     place=f"{path} row {part[0].number + 1}",
                     split=self.splits[i],
                     row=rows_before + part[0].number,
                     text=text if text.strip() or not self._start else "",
                     bad=sum((row.bad for row in part), ()),
-                    after=(i, part[-1].number + 1),
-                    bytes_read=bytes_before + round(part[-1].share * self.sizes[i]),
+                    after=Position(i, last.number + 1, last.checksum, path.name, self.hashes[i]),
+                    bytes_read=bytes_before + round(last.share * self.sizes[i]),
                 )
 
     def _join(self, rows: Iterator[Row]) -> Iterator[list[Row]]:
@@ -147,20 +185,22 @@ class Corpus:
         if document:
             yield document
 
-    def _rows(self, path: Path, first: int) -> Iterator[Row]:
+    def _rows(self, i: int, first: int) -> Iterator[Row]:
+        path, number = self.files[i], first
         if path.suffix == ".parquet":
             values = _read_parquet(path, self._column, first)
         else:
-            values = _read_lines(path, first, whole=_is_text(path) and not self._start)
-        number = first
+            values = _read_lines(path, first, whole=self._is_document(i))
         with _named(path, lambda: number + 1):
-            for value, share in values:
+            for value, share, checksum in values:
+                text, bad = None, ()
                 try:
-                    yield Row(number, _parse(value, path, f"{path} row {number + 1}", self._column), share)
+                    text = _parse(value, path, f"{path} row {number + 1}", self._column)
                 except BadRow as error:
                     if not self._skips:
                         raise
-                    yield Row(number, None, share, (error.summary,))
+                    bad = (error.summary,)
+                yield Row(number, text, share, checksum, bad)
                 number += 1
 
 
@@ -185,8 +225,9 @@ def _named(path: Path, row: Callable[[], int] = lambda: 1) -> Iterator[None]:
         raise UserError(f"{path} cannot be read from row {row()} on ({error}); fix or remove it") from error
 
 
-def _read_parquet(path: Path, column: str, first: int) -> Iterator[tuple[pa.Scalar, float]]:
-    """Yield the values of `column` from row `first` on, each with the share of the file that is read so far."""
+def _read_parquet(path: Path, column: str, first: int) -> Iterator[tuple[pa.Scalar, float, int]]:
+    """Yield the values of `column` from row `first` on, with Row's share and checksum."""
+    size = path.stat().st_size
     with pq.ParquetFile(path) as file:
         columns = file.schema_arrow.names
         if column not in columns:
@@ -199,19 +240,20 @@ def _read_parquet(path: Path, column: str, first: int) -> Iterator[tuple[pa.Scal
             for batch in file.iter_batches(PARQUET_ROWS, columns=[column], row_groups=[group]):
                 for value in batch.column(0):
                     if number >= first:
-                        yield value, (number + 1) / file.metadata.num_rows
+                        yield value, (number + 1) / file.metadata.num_rows, size
                     number += 1
 
 
-def _read_lines(path: Path, first: int, whole: bool = False) -> Iterator[tuple[bytes, float]]:
-    """Yield the lines from `first` on, or the whole file, each with the share of the file that is read so far."""
-    size, codec = path.stat().st_size or 1, CODECS.get(path.suffix)
+def _read_lines(path: Path, first: int = 0, whole: bool = False) -> Iterator[tuple[bytes, float, int]]:
+    """Yield the lines from `first` on, or the whole file as one, with Row's share and checksum."""
+    size, codec, checksum = path.stat().st_size or 1, CODECS.get(path.suffix), 0
     with open(path, "rb") as raw:
         unpacked = io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), codec)) if codec else raw
         with unpacked as file:
             for number, line in enumerate([file.read()] if whole else file):
+                checksum = zlib.crc32(line, checksum)
                 if number >= first:
-                    yield line if number else line.removeprefix(codecs.BOM_UTF8), raw.tell() / size
+                    yield line if number else line.removeprefix(codecs.BOM_UTF8), raw.tell() / size, checksum
 
 
 def _parse(value: bytes | pa.Scalar, path: Path, place: str, column: str) -> str | None:

@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -62,7 +62,7 @@ class TokenWriter(AbstractContextManager):
             raise UserError(f"{folder} holds token files without a meta.json; choose another data.dir or delete them")
         self.folder, self.scratch, self.settings = folder, folder / "unfinished", settings
         self.counts = {split: {"tokens": 0, "documents": 0} for split in SPLITS}
-        self.position: list[int] | None = None
+        self.position: Sequence | None = None
         """Where the next process continues to read; None at the start."""
         self.skipped, self.bad_rows = 0, []
         """The number of empty documents, and what is wrong with each row that was left out."""
@@ -130,12 +130,16 @@ class TokenWriter(AbstractContextManager):
             remedy = "make room, and run the same command to continue"
             raise UserError(f"{self.scratch} cannot be written ({error.strerror}); {remedy}") from error
 
-    def finish(self, tokenizer: str) -> None:
-        """Move the files to `folder`. If a split has no documents, delete them and raise UserError."""
+    def finish(self, tokenizer: str, **source: object) -> None:
+        """Move the files to `folder`, with `source` added to the settings in meta.json.
+
+        Raises:
+            UserError: a split has no documents. The unfinished files are deleted.
+        """
         self._check_splits()
         self.save()
         sha256 = {f"{split}.bin": checksum(self.scratch / f"{split}.bin") for split in SPLITS}
-        meta = {"tokenizer": tokenizer, "vocab_size": vocab_size(tokenizer), "source": self.settings}
+        meta = {"tokenizer": tokenizer, "vocab_size": vocab_size(tokenizer), "source": self.settings | source}
         meta |= {"counts": self.counts, "sha256": sha256}
         with self._disk():
             self._write_json("meta.json", meta | ({"bad_rows": self.bad_rows} if self.bad_rows else {}))

@@ -177,11 +177,63 @@ def test_a_file_renamed_while_it_was_unfinished_is_noticed(tmp_path, monkeypatch
         with pytest.raises(KeyboardInterrupt):
             prepare(config, log=lambda line: None)
     (tmp_path / "in" / "a.jsonl").rename(tmp_path / "in" / "z.jsonl")
-    with pytest.raises(UserError, match="was begun with names_and_sizes="):
+    with pytest.raises(UserError, match="was begun with other files or rows before those still to read; put them back"):
         prepare(config, log=lambda line: None)
 
 
-def interrupted(*_):
+def rewritten(old, new):
+    def change(folder):
+        (folder / "b.jsonl").write_text((folder / "b.jsonl").read_text().replace(old, new))
+
+    return change
+
+
+def stopped_at_row_45_of_b(tmp_path, monkeypatch):
+    """Return the settings of a preparation that a bad row stopped. Rows 1 to 40 of b.jsonl are saved."""
+    monkeypatch.setattr(module, "SAVE_INTERVAL_S", 0.0)
+    monkeypatch.setattr(module, "BATCH_DOCUMENTS", 10)
+    config = config_of(tmp_path)
+    for name, texts in (("a", TEXTS[:50]), ("b", TEXTS[50:110]), ("c", TEXTS[110:150])):
+        write_jsonl(tmp_path / "in" / f"{name}.jsonl", texts)
+    rewritten('"Document 94: ', "Document 94 ")(tmp_path / "in")
+    with pytest.raises(UserError, match=r"b\.jsonl row 45 is not JSON"):
+        prepare(config, log=lambda line: None)
+    return config
+
+
+def test_progress_survives_a_change_to_what_was_not_read_yet(tmp_path, monkeypatch):
+    """The bad row is mended and becomes longer, and a row of the next file changes."""
+    config = stopped_at_row_45_of_b(tmp_path, monkeypatch)
+    rewritten("Document 94 ", '"Longer than before: ')(tmp_path / "in")
+    write_jsonl(tmp_path / "in" / "c.jsonl", ["another", *TEXTS[111:150]])
+    said = []
+    prepare(config, log=said.append)
+    assert said[0].startswith("continuing after 90 documents")
+    fresh = config_of(tmp_path, dir=str(tmp_path / "fresh"))
+    prepare(fresh, log=lambda line: None)
+    assert all((tmp_path / "out" / name).read_bytes() == (tmp_path / "fresh" / name).read_bytes() for name in FILES)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        rewritten("Document 60:", "Document 6O:"),
+        rewritten("\n", "\n\n"),
+        lambda folder: write_jsonl(folder / "b.jsonl", TEXTS[50:60]),
+        lambda folder: write_jsonl(folder / "a.jsonl", TEXTS[:49]),
+        lambda folder: write_jsonl(folder / "0.jsonl", TEXTS[:1]),
+        lambda folder: [(folder / f"{name}.jsonl").unlink() for name in "bc"],
+    ],
+    ids=["row", "rows", "shorter", "earlier file", "new earlier file", "no file"],
+)
+def test_a_change_to_what_was_read_already_is_refused(tmp_path, monkeypatch, change):
+    config = stopped_at_row_45_of_b(tmp_path, monkeypatch)
+    change(tmp_path / "in")
+    with pytest.raises(UserError, match="was begun with other files or rows before those still to read; put them back"):
+        prepare(config, log=lambda line: None)
+
+
+def interrupted(*_, **__):
     raise KeyboardInterrupt
 
 
