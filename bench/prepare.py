@@ -49,7 +49,7 @@ class PreparationSettings:
 
 def run(settings: PreparationSettings) -> None:
     """Measure both ways, print the speeds and write the results."""
-    if other := next((file for file in find_files(settings.source) if file.suffix != ".parquet"), None):
+    if other := next((file for file in find_files(settings.source, print) if file.suffix != ".parquet"), None):
         raise UserError(f"source={settings.source} includes {other}; name .parquet files only, for nanoGPT's way")
     out = settings.out or ROOT / "bench" / "results" / "cpu" / "prepare.json"
     rows = measure(settings.source, settings.workers or os.cpu_count(), settings.rounds)
@@ -91,7 +91,7 @@ def nanogpts(source: str, workers: int, folder: Path) -> tuple[float, int]:
     from datasets import disable_progress_bars, load_dataset
 
     disable_progress_bars()
-    files = [str(path) for path in find_files(source)]
+    files = [str(path) for path in find_files(source, lambda line: None)]
     table = load_dataset("parquet", data_files=files, split="train", cache_dir=str(folder / "cache"))
     started = time.perf_counter()
     splits = table.train_test_split(test_size=VAL_FRACTION, seed=2357, shuffle=True)

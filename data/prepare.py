@@ -93,7 +93,7 @@ def prepare(config: DataConfig, *, log: Log = print) -> None:
 def source_files(config: DataConfig, log: Log) -> list[Path]:
     """Return the corpus's files on this machine. Hub corpora are downloaded if needed."""
     if config.source:
-        return find_files(config.source)
+        return find_files(config.source, log)
     if config.hub_id is None:
         raise UserError("data.source is not set; give a file, a folder or a glob of text files")
     from data.hub import download  # slow to import

@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data.config import DataConfig
+from data.folders import describe, is_lfs_pointer, real_files
 from errors import UserError
 
 PARQUET_ROWS = 128
@@ -78,14 +79,22 @@ class Document(NamedTuple):
     """Bytes of input read so far."""
 
 
-def find_files(source: str) -> list[Path]:
-    """Return the readable files of `source` (a file, folder or glob), sorted. Raise UserError if there are none."""
+def find_files(source: str, log: Callable[[str], None]) -> list[Path]:
+    """Return the readable files of `source` (a file, folder or glob), sorted. Log what is skipped.
+
+    Raises:
+        UserError: no file matches.
+    """
     path = Path(source).expanduser()
-    found = path.rglob("*") if path.is_dir() else map(Path, glob.glob(str(path), recursive=True))
-    candidates = [path] if path.is_file() else found  # a file whose name has brackets is not a pattern
-    files = sorted(file for file in candidates if file.is_file() and file.name.endswith(ENDINGS))
+    # A file whose name has brackets is not a pattern.
+    places = [path] if path.exists() else sorted(map(Path, glob.glob(str(path), recursive=True)))
+    files, skipped = real_files(places, ENDINGS)
+    note = f"skipped {describe(skipped)}" if skipped else "nothing skipped"
     if not files:
-        raise UserError(f"data.source={source} matches no file that ends in {', '.join(ENDINGS)}; set another one")
+        endings = ", ".join(ENDINGS)
+        raise UserError(f"data.source={source} matches no file that ends in {endings} ({note}); set another one")
+    if skipped:
+        log(f"data.source={source}: {len(files):,} files; {note}")
     return files
 
 
@@ -106,6 +115,8 @@ class Corpus:
         for path in self.files:
             with _named(path):
                 self.sizes.append(path.stat().st_size)
+                if is_lfs_pointer(path):
+                    raise UserError(f"{path} is a Git LFS pointer, not the file itself; run `git lfs pull` there")
             names_and_sizes.update(f"{path.name}\0{self.sizes[-1]}\n".encode(errors="surrogateescape"))
             self.hashes.append(names_and_sizes.hexdigest())
         self._column, self._skips = config.text_column, config.on_bad_row == "skip"

@@ -1,7 +1,6 @@
 """A corpus that every machine has: the source text of the running Python's standard library."""
 
 import hashlib
-import os
 import platform
 import sysconfig
 import tokenize
@@ -9,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from data.config import HELD_OUT_DOCUMENTS, DataConfig
+from data.folders import real_files
 from data.token_files import TokenWriter, has_files, read_meta
 from data.tokenizers import get_tokenizer
 from errors import UserError
@@ -47,11 +47,8 @@ def split_of(document: str, config: DataConfig) -> str:
 
 def source_files() -> list[str]:
     """Return the sorted paths of the library's modules relative to its folder, with forward slashes, without tests."""
-    found = []
-    for folder, subfolders, names in os.walk(LIBRARY):
-        subfolders[:] = set(subfolders) - SKIPPED_FOLDERS
-        found += [(Path(folder) / name).relative_to(LIBRARY).as_posix() for name in names if name.endswith(".py")]
-    return sorted(found)
+    files, _ = real_files([LIBRARY], (".py",), SKIPPED_FOLDERS)
+    return sorted(path.relative_to(LIBRARY).as_posix() for path in files)
 
 
 def read_files(files: list[str]) -> Iterator[tuple[str, str]]:
