@@ -1,5 +1,6 @@
 """Opening the token files of a corpus for training."""
 
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -7,9 +8,18 @@ import numpy as np
 
 from data import stdlib
 from data.config import DataConfig
+from data.folders import LFS_POINTER
 from data.token_files import DTYPE, SPLITS, read_meta
 from data.tokenizers import vocab_size
 from errors import UserError
+
+# The first bytes of files that would train as tokens of 16 bits but are not.
+FOREIGN = {
+    struct.pack("<i", 20240520): "has llm.c's header of 1,024 bytes; cut it off with `tail -c +1025`",
+    struct.pack("<i", 20240801): "holds llm.c's tokens of Llama 3; prepare its text again",
+    b"\x93NUMPY": "is a file of NumPy's; write its uint16 array with ndarray.tofile",
+    LFS_POINTER: "is a Git LFS pointer, not the file itself; run `git lfs pull` there",
+}
 
 
 @dataclass(frozen=True)
@@ -31,7 +41,7 @@ def open_tokens(config: DataConfig) -> TokenSet:
     Files without a meta.json (nanoGPT's own) are accepted; their tokens are checked when batches are loaded.
 
     Raises:
-        UserError: a file is missing, empty, truncated, or does not match meta.json.
+        UserError: a file is missing, empty, truncated, in a foreign format, or does not match meta.json.
     """
     if config.name == "stdlib":
         stdlib.build(config)
@@ -41,6 +51,11 @@ def open_tokens(config: DataConfig) -> TokenSet:
         problem = f"does not match {folder / 'meta.json'}, whose tokens are {meta['tokenizer']}'s"
         remedy = f"set data.tokenizer={meta['tokenizer']} or another data.dir"
         raise UserError(f"data.tokenizer={config.tokenizer} {problem}; {remedy}")
+    if meta is None and (folder / "meta.pkl").exists():
+        raise UserError(
+            f"data.dir={folder} holds nanoGPT's tokens of single characters (meta.pkl), which no data.tokenizer reads; "
+            "prepare the text again with `python -m data.prepare data=text data.tokenizer=byte data.source=input.txt`"
+        )
     maps = {split: _open_split(folder / f"{split}.bin", meta, config) for split in SPLITS}
     return TokenSet(**maps, tokenizer=config.tokenizer, vocab_size=vocab_size(config.tokenizer), dir=folder)
 
@@ -52,11 +67,25 @@ def _open_split(path: Path, meta: dict | None, config: DataConfig) -> np.ndarray
     size = path.stat().st_size
     if size == 0:
         raise UserError(f"{path} is empty (0 bytes); {remedy}")
+    if meta is None:
+        _refuse_foreign(path)
     if size % DTYPE.itemsize:
         raise UserError(f"{path} ends in half a token at byte {size - 1}; {remedy}")
     if meta and (promised := meta["counts"][path.stem]["tokens"] * DTYPE.itemsize) != size:
         raise UserError(f"{path} holds {size} bytes, but its meta.json promises {promised}; {remedy}")
     return np.memmap(path, dtype=DTYPE, mode="r")
+
+
+def _refuse_foreign(path: Path) -> None:
+    """Raise UserError if the file is in another format than flat tokens of 16 bits."""
+    with open(path, "rb") as file:
+        head = file.read(4096)
+    for first, problem in FOREIGN.items():
+        if head.startswith(first):
+            raise UserError(f"{path} {problem}")
+    tokens = np.frombuffer(head[: len(head) // 8 * 8], dtype=DTYPE)
+    if len(tokens) >= 64 and tokens[0::2].any() and not tokens[1::2].any():
+        raise UserError(f"{path} holds tokens of 32 or 64 bits; write them as uint16")
 
 
 def _remedy(config: DataConfig, folder: Path) -> str:

@@ -57,6 +57,50 @@ def test_nanogpt_files_work_as_they_are(tmp_path):
     assert tokens.vocab_size == 50257
 
 
+def test_nanogpts_tokens_of_characters_are_refused(corpus):
+    """They trained as if they were GPT-2's."""
+    (corpus / "meta.pkl").write_bytes(b"never unpickled")
+    open_tokens(config_of(corpus))  # our meta.json says what they are
+    (corpus / "meta.json").unlink()
+    with pytest.raises(UserError, match=r"tokens of single characters \(meta\.pkl\).*data\.prepare.*tokenizer=byte"):
+        open_tokens(config_of(corpus, tokenizer="gpt2"))
+
+
+LLM_C = np.array([20240520, 1, 600, *[0] * 253], dtype="<i4").tobytes()
+TOKENS = np.arange(1, 601)
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (
+            LLM_C + TOKENS.astype("<u2").tobytes(),
+            r"has llm\.c's header of 1,024 bytes; cut it off with `tail -c \+1025`",
+        ),
+        (np.array([20240801, 7]).astype("<i4").tobytes() + LLM_C, r"holds llm\.c's tokens of Llama 3; prepare"),
+        (b"\x93NUMPY\x01\x00" + bytes(200), r"is a file of NumPy's"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 1\n\n", "is a Git LFS pointer"),
+        (TOKENS.astype("<u4").tobytes(), "holds tokens of 32 or 64 bits"),
+        (TOKENS.astype("<i8").tobytes(), "holds tokens of 32 or 64 bits"),
+    ],
+    ids=["llm.c", "llama", "numpy", "lfs", "uint32", "int64"],
+)
+def test_a_foreign_format_is_refused_by_its_first_bytes(tmp_path, split, content, problem):
+    for name in ("train", "val"):
+        TOKENS.astype("<u2").tofile(tmp_path / f"{name}.bin")
+    open_tokens(config_of(tmp_path, tokenizer="gpt2"))
+    (tmp_path / f"{split}.bin").write_bytes(content)
+    with pytest.raises(UserError, match=rf"{split}\.bin {problem}"):
+        open_tokens(config_of(tmp_path, tokenizer="gpt2"))
+
+
+def test_llm_c_tokens_are_read_after_the_remedy(tmp_path):
+    for name in ("train", "val"):
+        (tmp_path / f"{name}.bin").write_bytes((LLM_C + TOKENS.astype("<u2").tobytes())[1024:])
+    assert open_tokens(config_of(tmp_path, tokenizer="gpt2")).train.tolist() == TOKENS.tolist()
+
+
 def test_a_missing_file_names_the_preparation(tmp_path):
     with pytest.raises(
         UserError, match=r"train\.bin does not exist; .*python -m data\.prepare data=text data\.source="
