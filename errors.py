@@ -1,5 +1,6 @@
 """UserError, the exception for mistakes that a user can fix, and what a program prints."""
 
+import errno
 import io
 import math
 import re
@@ -31,12 +32,18 @@ def check_range(key: str, value: float | None, low: float, high: float | None = 
 
 
 class _Output(io.FileIO):
-    """A standard stream that discards what is written after its reader has ended, as `head` does."""
+    """A standard stream that discards what is written after its reader has ended, as `head` does, or its terminal."""
+
+    def __init__(self, descriptor: int):
+        super().__init__(descriptor, "w", closefd=False)
+        self.ended = (errno.EPIPE, errno.EIO) if self.isatty() else (errno.EPIPE,)
 
     def write(self, data: memoryview) -> int:
         try:
             return super().write(data)
-        except BrokenPipeError:
+        except OSError as error:
+            if error.errno not in self.ended:
+                raise
             return len(data)
 
 
@@ -45,7 +52,7 @@ def guard_output() -> None:
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream and stream is getattr(sys, f"__{name}__"):  # not a test's, or one that is closed or guarded
-            buffer = io.BufferedWriter(_Output(stream.fileno(), "w", closefd=False))
+            buffer = io.BufferedWriter(_Output(stream.fileno()))
             options = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
             setattr(sys, name, io.TextIOWrapper(buffer, stream.encoding, "backslashreplace", **options))
 
