@@ -8,12 +8,15 @@ from pathlib import Path
 
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from submitit import AutoExecutor
 
 import conf
 from conf.schema import register
+from conf.slurm import SlurmJobs
 from tests.e2e import ROOT, TINY, curve, run, start, wait_for_step
 
 pytest_plugins = ["tests.e2e"]
+STEPS = 600  # more than two processes take until the signal reaches both
 
 
 def processes_of(sweep: Path) -> list[int]:
@@ -30,20 +33,21 @@ def test_a_job_out_of_time_is_saved_queued_again_and_ends(workplace):
     """submitit starts two processes, and both get the signal that their time is up."""
     submitit = ("-m", "hydra/launcher=submitit_local", "hydra.launcher.tasks_per_node=2", "hydra.sweep.dir=sweep")
     submitit += ("hydra.launcher.timeout_min=5",)  # In a short job, submitit takes the signal as a time-out.
-    sweep = start(str(ROOT / "train.py"), *submitit, *TINY, "train.max_steps=600", "checkpoint.resume=auto")
+    sweep = start(str(ROOT / "train.py"), *submitit, *TINY, f"train.max_steps={STEPS}", "checkpoint.resume=auto")
     wait_for_step(3, "sweep/0_flash2", sweep)
     processes = processes_of(Path("sweep").absolute())
     assert len(processes) == 2
     for process in processes:
         os.kill(process, signal.SIGUSR2)
-    _, err = sweep.communicate(timeout=240)
+    out, err = sweep.communicate(timeout=240)
     assert sweep.returncode == 0, err
-    assert [step for step, *_ in curve("sweep/0_flash2")] == list(range(1, 601))
+    assert [step for step, *_ in curve("sweep/0_flash2")] == list(range(1, STEPS + 1))
     (log,) = Path("sweep").glob(".submitit/*/*_0_log.out")
+    assert re.match(rf"job \d+ \(.*train.max_steps={STEPS}.*\) logs to {log.absolute()}\n", out)
     told = log.read_text()
     assert "2 x CPU, fp32, ddp" in told and "this job is timed-out" in told
     (stopped,) = re.findall(r"SIGUSR2 after step (\d+)", told)
-    assert int(stopped) < 600 and f"continuing after step {stopped}," in told
+    assert int(stopped) < STEPS and f"continuing after step {stopped}," in told
 
 
 def test_slurm_gets_a_process_for_each_gpu():
@@ -54,6 +58,16 @@ def test_slurm_gets_a_process_for_each_gpu():
     assert launcher["_target_"].endswith("SlurmLauncher") and launcher["tasks_per_node"] == "${.gpus_per_node}"
     assert config.hydra.launcher.tasks_per_node == 4
     assert launcher["max_num_timeout"] > 0, "otherwise submitit does not queue a job again after a time-out"
+
+
+def test_a_sweep_prints_the_id_and_the_log_of_each_job_at_the_start(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(AutoExecutor, "map_array", AutoExecutor.map_array)  # undo what the callback replaces
+    SlurmJobs().on_multirun_start(OmegaConf.create({"hydra": {"launcher": {"_target_": "...submitit..."}}}))
+    jobs = AutoExecutor(folder=tmp_path, cluster="debug").map_array(len, [["a=1", "b=2"], ["a=2"]])
+    assert capsys.readouterr().out.splitlines() == [
+        f"job {job.job_id} ({settings}) logs to {job.paths.stdout}"
+        for job, settings in zip(jobs, ("a=1 b=2", "a=2"), strict=True)
+    ]
 
 
 def test_without_slurm_a_sentence_names_what_is_missing(workplace, monkeypatch):
