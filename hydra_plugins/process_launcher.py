@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from errors import UserError, check_range
 
-TORCHRUN = str(Path(__file__).with_name("torchrun.py"))
+TORCHRUN = str(Path(__file__).with_name("_torchrun.py"))  # Hydra imports each module here that has no _.
 failed_jobs: list[str] = []
 """Names of the jobs that ended with an exit status other than 0. Hydra drops what a launcher returns."""
 
