@@ -6,6 +6,7 @@ import re
 import signal
 import sys
 import time
+import tomllib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
@@ -23,6 +24,7 @@ from errors import UserError, guard_output, refuse
 from hydra_plugins import process_launcher
 from trainer.distributed.world import is_of_submitit, started
 
+ROOT = Path(__file__).parents[1]
 HOME = re.compile(r"""(^|[=,\[]["']?)~(?=/|$|["',\]])""")  # in a value, and in the grammar of an override
 TORCHRUN_GRACE_S = 3  # torchrun needs less to end the other processes when one has ended.
 
@@ -34,6 +36,8 @@ def launch(run: Callable[[Any], None], config_name: str, literal: str | None = N
     of a free text, which needs no quotes for Hydra. With -m, each job is a new process.
     """
     guard_output()
+    if "--version" in sys.argv:
+        return _print_version()
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Otherwise Hydra prints errors itself, and at length.
     schema.register()
     process_launcher.register()
@@ -72,6 +76,11 @@ def launch(run: Callable[[Any], None], config_name: str, literal: str | None = N
         _refuse(sentence or explain(error))  # Hydra raises ValueError and others for some overrides.
     if process_launcher.failed_jobs:
         refuse(f"jobs of the sweep failed: {', '.join(process_launcher.failed_jobs)}")
+
+
+def _print_version() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    print(project["name"], project["version"])
 
 
 def _quoted(argument: str) -> str:

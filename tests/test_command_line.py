@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from model import generate
-from tests.e2e import ROOT, TINY, run, start, train
+from tests.e2e import ROOT, TINY, Fork, run, start, train
 
 pytest_plugins = ["tests.e2e"]
 
@@ -185,18 +185,25 @@ def test_token_outside_the_vocabulary_is_refused_with_its_offset(workplace):
     assert "train.bin" in sentence and "byte 1000" in sentence and "data.tokenizer" in sentence
 
 
-def test_process_refuses_and_helps_without_a_traceback(workplace):
-    """The other tests run the scripts inside their own process. `--help` is read as by `head -1`."""
-    helped = start(str(ROOT / "train.py"), "--help")
+def test_process_refuses_without_a_traceback(workplace):
+    """The other tests run the scripts inside their own process."""
     refused = start(str(ROOT / "train.py"), "model.context_lenght=512")
-    assert helped.stdout.readline().startswith("Train a GPT-2")
-    helped.stdout.close()
     out, err = refused.communicate(timeout=60)
     assert refused.returncode == 2 and out == ""
     assert err.startswith("error: model.context_lenght is not a setting (did you mean context_length?)")
     assert len(err.splitlines()) == 1
-    assert (helped.wait(timeout=60), helped.stderr.read()) == (0, "")
+
+
+def test_help_can_be_read_as_by_head(workplace):
+    helped = Fork("train.py", "--help")
+    assert helped.stdout.readline().startswith("Train a GPT-2")
+    helped.stdout.close()
+    assert (helped.wait(), helped.stderr.read()) == (0, "")
     assert not any(path.is_file() for path in workplace.rglob("outputs/**/*"))
+
+
+def test_version_is_ours(workplace):
+    assert run("train.py", "--version").ok().out == "gpt2-flash 0.1.0\n"
 
 
 def test_torchruns_report_of_the_failed_processes_ends_with_the_sentence(workplace, monkeypatch):

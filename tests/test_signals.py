@@ -2,13 +2,12 @@
 
 import os
 import signal
-import subprocess
 import sys
 
 import pytest
 
 from model.gpt2 import GPT2
-from tests.e2e import ROOT, TINY, at_call, curve, load, start, train
+from tests.e2e import TINY, Fork, at_call, curve, load, train
 from trainer.checkpoint.folder import find
 
 pytest_plugins = ["tests.e2e"]
@@ -44,58 +43,65 @@ def test_a_job_out_of_time_is_saved_before_it_is_queued_again(workplace, monkeyp
     assert outcome.code == "queued again after step 8" and "SIGUSR2 after step 8; continue with" in outcome.out
 
 
-INTERRUPTED = """
-import os, signal, sys, train
-from tests.test_signals import GPT2, at_call
-numbers = [signal.Signals[name] for name in sys.argv.pop(1).split(",")]
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup, under which the tests may run, has it ignored
-GPT2.forward = at_call(8, lambda: [os.kill(os.getpid(), number) for number in numbers], GPT2.forward)
-train.launch(train.main, "config")
-"""
+def interrupted_by(*numbers: int) -> Fork:
+    """Start a run that gets the signals in step 8."""
+
+    def interrupt() -> None:
+        for number in numbers:
+            os.kill(os.getpid(), number)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GPT2, "forward", at_call(8, interrupt, GPT2.forward))
+        hang_up = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup, under which the tests may run, has it ignored
+        process = Fork("train.py", *TINY, "train.max_steps=20", "checkpoint.interval=5", "hydra.run.dir=run")
+        signal.signal(signal.SIGHUP, hang_up)
+    return process
 
 
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM], ids=["alone", "torchrun's"])
 def test_a_second_ctrl_c_stops_at_once(workplace, second):
-    signals = f"SIGINT,{second.name}"
-    settings = "train.max_steps=20", "checkpoint.interval=5", "hydra.run.dir=run"
-    process = start("-c", INTERRUPTED, signals, *TINY, *settings)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == -second
-    assert err == "\nSIGINT: saving after this step; Ctrl-C ends the run at once, without saving\n"
+    process = interrupted_by(signal.SIGINT, second)
+    assert process.wait() == -second
+    assert process.stderr.read() == "\nSIGINT: saving after this step; Ctrl-C ends the run at once, without saving\n"
     assert load(find("run"))["step"] == 5 and curve("run")[-1] == (7,)
 
 
 def test_a_terminal_that_is_closed_lets_the_run_save(workplace):
     """Nobody reads stdout and stderr then."""
-    process = start("-c", INTERRUPTED, "SIGHUP", *TINY, "train.max_steps=20", "hydra.run.dir=run")
+    process = interrupted_by(signal.SIGHUP)
     process.stdout.close()
     process.stderr.close()
-    assert process.wait(timeout=60) == 128 + signal.SIGHUP
+    assert process.wait() == 128 + signal.SIGHUP
     assert load(find("run"))["step"] == curve("run")[-1][0] == 8
 
 
-def test_training_goes_on_where_nobody_reads_what_it_says(workplace, monkeypatch):
+def test_training_goes_on_where_nobody_reads_what_it_says(workplace):
     """As before | head, which ends when it has had its lines."""
-    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
-    process = start(str(ROOT / "train.py"), *TINY, "train.max_steps=20", "hydra.run.dir=run")
+    process = Fork("train.py", *TINY, "train.max_steps=20", "hydra.run.dir=run", encoding="ascii")
     process.stdout.readline()
     process.stdout.close()
-    assert (process.wait(timeout=60), process.stderr.read()) == (0, "")
+    assert (process.wait(), process.stderr.read()) == (0, "")
     assert load(find("run"))["step"] == curve("run")[-1][0] == 20
 
 
-def test_a_terminal_that_is_gone_ends_no_run(workplace):
+def test_what_cannot_be_encoded_is_escaped_in_the_sample_at_the_end(workplace, monkeypatch):
+    monkeypatch.setattr("trainer.summary.sample", lambda *_: "\ufffd")
+    process = Fork("train.py", *TINY, "hydra.run.dir=run", encoding="ascii")
+    assert (process.wait(), process.stderr.read()) == (0, "")
+    assert "\\ufffd" in process.stdout.read()
+
+
+def test_a_terminal_that_is_gone_ends_no_run(workplace, monkeypatch):
     """Not the live line on it either."""
+    monkeypatch.setenv("TERM", "xterm")
     terminal, end = os.openpty()
-    settings = *TINY, "train.max_steps=20", "hydra.run.dir=run"
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TERM": "xterm", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([sys.executable, ROOT / "train.py", *settings], stdout=end, stderr=end, env=environment)
+    process = Fork("train.py", *TINY, "train.max_steps=20", "hydra.run.dir=run", end=end)
     os.close(end)
     told = b""
     while b"first step in" not in told:
         told += os.read(terminal, 4096)
     os.close(terminal)
-    assert process.wait(timeout=60) == 0
+    assert process.wait() == 0
     assert load(find("run"))["step"] == curve("run")[-1][0] == 20
 
 
