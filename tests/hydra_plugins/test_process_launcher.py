@@ -1,71 +1,118 @@
-"""python train.py -m: each job is a process, a failed one does not stop the others, and signals end the sweep."""
+"""python train.py -m: each job is a process, a failed one does not stop the others, and signals end the sweep.
+
+The sweep runs in the process of the test. Its jobs are a program that does not import torch, or calls of tests.e2e.run.
+"""
 
 import json
-import os
 import re
 import signal
-import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.e2e import ROOT, TINY, Outcome, curve, run, start, train, wait_for_step
-from trainer.checkpoint.folder import find
+from hydra_plugins import process_launcher
+from tests.e2e import TINY, python_path, run, train
 
 pytest_plugins = ["tests.e2e"]
-# A program that prints what a job sees.
-PROBE = """
-import os, sys
+PROGRAM = """
+import json, os, signal, sys, time
+
+if os.environ.get("STAND_IN") and "hydra.mode=RUN" in sys.argv:
+    rank, job = os.environ.get("RANK", "alone"), dict(word.lstrip("+").split("=", 1) for word in sys.argv[1:])
+    print(json.dumps([rank, sys.argv[1:]]), flush=True)
+    if rank != "alone":
+        open(rank, "w").close()
+        while not (os.path.exists("0") and os.path.exists("1")):  # torchrun ends both when one has ended
+            time.sleep(0.01)
+    if job["prompt"] == "SIGTERM":
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        os.kill(os.getppid(), signal.SIGTERM)
+        time.sleep(60)
+    if job["prompt"] == "SIGINT":
+        os.kill(os.getppid(), signal.SIGINT)
+        sys.exit(130)
+    sys.exit(3 if job["seed"] == "3" else 0)
+
 from conf.cli import is_output_dir_given, launch, output_dir, sweep_name
 
 def probe(config):
-    rank = os.environ.get("RANK", "alone")
-    print(rank, config.prompt, config.seed, output_dir().name, sweep_name(), is_output_dir_given(), flush=True)
-    sys.exit(3 if config.seed == 3 else 0)
+    print(config.prompt, config.seed, output_dir().name, sweep_name(), is_output_dir_given())
 
 if __name__ == "__main__":
-    launch(probe, "sample", literal="prompt")
+    launch(probe, "sample", literal=LITERAL)
 """
 
 
-def finish(process: subprocess.Popen) -> Outcome:
-    out, err = process.communicate(timeout=200)
-    return Outcome(process.returncode, out, err)
+@pytest.fixture
+def probe(tmp_path, monkeypatch, capfd):
+    """Run the program in an empty folder. Return its outcome, and the rank and arguments of each stand-in job."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", python_path())
+
+    def sweep(*overrides: str, literal: str | None = None, stand_in: str = "yes"):
+        monkeypatch.setenv("STAND_IN", stand_in)
+        process_launcher.failed_jobs.clear()
+        (tmp_path / "probe.py").write_text(PROGRAM.replace("LITERAL", repr(literal)))
+        outcome = run(str(tmp_path / "probe.py"), "checkpoint=none", *overrides)
+        out, err = capfd.readouterr()
+        return outcome, [json.loads(line) for line in out.splitlines()], err
+
+    return sweep
 
 
 @pytest.fixture
-def probe(tmp_path, monkeypatch):
-    """Run the probe in an empty folder."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "probe.py").write_text(PROBE)
-    return lambda *overrides: finish(start("probe.py", "checkpoint=none", *overrides))
+def in_process(monkeypatch):
+    """Run the jobs of a sweep in this process, too."""
+
+    class Job:
+        def __init__(self, command: list[str]):
+            self.command = command
+
+        def wait(self) -> int:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(process_launcher, "failed_jobs", [])
+                outcome = run(*self.command[1:])
+            print(outcome.out, end="")
+            print(outcome.err, end="", file=sys.stderr)
+            return outcome.code
+
+    monkeypatch.setattr(process_launcher.subprocess, "Popen", Job)
 
 
 def test_jobs_are_processes_that_know_their_sweep_and_one_that_fails_does_not_stop_the_others(probe):
-    ended = probe("seed=3,4", "-m", "hydra.sweep.dir=sweeps/a", "prompt=1, ${x} = 'é'", "top_k=null")
-    assert ended.out.splitlines() == [
-        "job 1 of 2: seed=3",
-        "alone 1, ${x} = 'é' 3 0 a True",
-        "job 2 of 2: seed=4",
-        "alone 1, ${x} = 'é' 4 1 a True",
-    ]
-    assert ended.code == 2 and ended.err.splitlines() == [
+    text = "prompt=1, ${x} = 'é'"
+    sweep, jobs, _ = probe("seed=3,4", "-m", "hydra.sweep.dir=sweeps/a", text, "top_k=null", literal="prompt")
+    assert sweep.out.splitlines() == ["job 1 of 2: seed=3", "job 2 of 2: seed=4"]
+    assert sweep.code == 2 and sweep.err.splitlines() == [
         "error: job 1 of 2 (seed=3) failed with exit status 3",
         "error: jobs of the sweep failed: 0",
     ]
+    alone = [probe(*words[1:], literal="prompt", stand_in="")[0].ok().out for _, words in jobs]
+    assert alone == ["1, ${x} = 'é' 3 0 a True\n", "1, ${x} = 'é' 4 1 a True\n"]
 
 
-def test_torchrun_starts_a_job_on_several_processes(probe):
-    ended = probe("seed=4", "-m", "hydra.launcher.nproc_per_node=2").ok()
-    (sweep,) = Path("multirun").glob("*/*")  # Hydra's default: a day and a time
-    lines = ended.out.splitlines()
-    assert sorted(lines[1:]) == [f"{rank}  4 0 {sweep.name} False" for rank in (0, 1)]
+def test_torchrun_starts_a_job_on_several_processes_and_adds_a_few_lines_to_an_error(probe):
+    sweep, jobs, err = probe("seed=3", "prompt=none", "-m", "hydra.launcher.nproc_per_node=2")
+    assert (sweep.code, sorted(rank for rank, _ in jobs)) == (2, ["0", "1"])
+    assert sweep.err.startswith("error: job 1 of 1 (checkpoint=none seed=3 prompt=none) failed with exit status 3")
+    assert "Traceback" not in err and len(err.splitlines()) < 10
+    (folder,) = Path("multirun").glob("*/*")  # Hydra's default: a day and a time
+    job = probe(*jobs[0][1][1:], stand_in="")[0].ok()
+    assert job.out == f"none 3 0 {folder.name} False\n"
 
 
-def test_a_sweep_prints_the_output_of_each_job_and_ends_with_its_report(workplace):
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_ends_the_sweep_after_the_current_job(probe, name):
+    """A terminal sends SIGINT to all processes. SIGTERM goes to the process of the sweep, which passes it on."""
+    sweep, jobs, _ = probe(f"prompt={name}", "seed=1,2", "-m")
+    assert sweep.code == 128 + signal.Signals[name] and len(jobs) == 1
+    assert sweep.err == f"{name}: the sweep ends; 1 of 2 jobs were not started\n"
+
+
+def test_a_sweep_prints_the_output_of_each_job_and_ends_with_its_report(workplace, in_process):
     """The folder has a comma, which separates the runs of python -m bench.report. The first job fails."""
-    options = "-m", *TINY, "hydra.sweep.dir='sweep,1'", "model.n_head=3,2", "train.max_steps=2"
-    ended = finish(start(str(ROOT / "train.py"), *options))
+    ended = run("train.py", "-m", *TINY, "hydra.sweep.dir='sweep,1'", "model.n_head=3,2", "train.max_steps=2")
     first, second, *lines = ended.out.splitlines()
     assert (first, second) == ("job 1 of 2: model.n_head=3", "job 2 of 2: model.n_head=2")
     assert lines[0].startswith("GPT-2 of ") and lines[-1] == "report of the sweep in sweep,1/report.html"
@@ -77,20 +124,6 @@ def test_a_sweep_prints_the_output_of_each_job_and_ends_with_its_report(workplac
     data = re.search(r'<script type="application/json" id="data">(.*)</script>', page)[1]
     assert [run["name"] for run in json.loads(data)["runs"]] == ["1_flash2"]
     assert "Failed jobs: 0_flash2" in page
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_saves_the_current_job_and_ends_the_sweep(workplace, number):
-    """A terminal sends SIGINT to all processes. SIGTERM goes to the process of the sweep alone."""
-    options = "-m", *TINY, "hydra.sweep.dir=sweep", "train.seed=1,2", "train.max_steps=100000"
-    sweep = start(str(ROOT / "train.py"), *options, start_new_session=True)
-    wait_for_step(3, "sweep/0_flash2", sweep)
-    (os.killpg if number == signal.SIGINT else os.kill)(sweep.pid, number)
-    ended = finish(sweep)
-    assert ended.code == 128 + number
-    assert ended.err.endswith(f"{number.name}: the sweep ends; 1 of 2 jobs were not started\n")
-    assert find("sweep/0_flash2").stem == f"step-{curve('sweep/0_flash2')[-1][0]:08d}"
-    assert not Path("sweep/1_flash2").exists()
 
 
 def refused(*overrides: str) -> str:
@@ -124,10 +157,9 @@ def test_a_sweep_under_torchrun_is_refused(workplace, monkeypatch):
     assert "start python with -m hydra.launcher.nproc_per_node=GPUS" in refused("-m", "train.seed=1,2")
 
 
-def test_jobs_with_their_own_checkpoints_are_continued(workplace, capfd):
+def test_jobs_with_their_own_checkpoints_are_continued(workplace, in_process):
     for job in (0, 1):
         train(f"first/{job}", f"train.seed={job + 1}", f"checkpoint.dir=runs/{job}", "train.max_steps=1").ok()
-    sweep = "-m", *TINY, "train.seed=1,2", "checkpoint.resume=auto", "checkpoint.dir='runs/${hydra:job.num}'"
-    run("train.py", *sweep, "train.max_steps=2").ok()
-    assert capfd.readouterr().out.count("continuing after step 1,") == 2
+    options = "-m", *TINY, "train.seed=1,2", "checkpoint.resume=auto", "checkpoint.dir='runs/${hydra:job.num}'"
+    assert run("train.py", *options, "train.max_steps=2").ok().out.count("continuing after step 1,") == 2
     assert sorted(path.name for path in Path("runs").iterdir()) == ["0", "1"]

@@ -130,10 +130,10 @@ def test_the_users_group_and_tags_are_kept(workplace, monkeypatch):
 REFUSED_ONLINE = """if True:
     import os
     import time
-    began = time.monotonic()
     from pathlib import Path
     from errors import UserError
     from trainer.loggers import WandbConfig, start_loggers
+    began = time.monotonic()
     try:
         start_loggers(Path("out"), max_steps=2, wandb=WandbConfig(mode="online"), run_config={})
     except UserError as error:
