@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from model.attention.libraries import is_installed
 
 from bench.attention import charts
 from bench.attention.contenders import available
@@ -27,6 +26,7 @@ from bench.common.results import environment, results_folder
 from bench.common.timing import Gpu
 from errors import UserError
 from model.attention import Attention, Custom, load_function
+from model.attention.custom import is_installed
 
 LARGEST = {"seq_len": 2**24, "batch": 2**20, "heads": 2**16, "kv_heads": 2**16, "head_dim": 1024, "rounds": 10_000}
 ARCHITECTURES = "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx90a", "gfx942"

@@ -16,7 +16,7 @@ from conf.slurm import SlurmJobs
 from tests.e2e import ROOT, TINY, curve, run, start, wait_for_step
 
 pytest_plugins = ["tests.e2e"]
-STEPS = 600  # more than two processes take until the signal reaches both
+STEPS = 200  # more than two processes take until the signal reaches both
 
 
 def processes_of(sweep: Path) -> list[int]:
