@@ -1,16 +1,10 @@
-import errno
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from omegaconf import OmegaConf
 
@@ -19,60 +13,20 @@ from data import prepare as module
 from data.config import DataConfig
 from data.prepare import hold_out, prepare
 from data.readers import Corpus
-from data.tokenizers import get_tokenizer
 from data.tokens import open_tokens
 from errors import UserError
-from tests.e2e import ROOT, at_call, python_path
-
-FILES = "train.bin", "val.bin", "meta.json"
-TEXTS = [f"Document {i}: " + "naïve 語 🙂 " * (i % 7) for i in range(300)]
-
-
-def write_parquet(path, texts, column="text"):
-    pq.write_table(pa.table({column: texts, "id": list(range(len(texts)))}), path, row_group_size=40)
-
-
-def write_jsonl(path, texts):
-    lines = "".join(json.dumps({"text": text, "id": 1}) + "\n" for text in texts).encode()
-    path.write_bytes(pack(lines, path.suffix) if path.suffix in (".gz", ".zst") else lines)
-
-
-def config_of(tmp_path, **settings):
-    (tmp_path / "in").mkdir(exist_ok=True)
-    defaults = {"dir": str(tmp_path / "out"), "source": str(tmp_path / "in"), "tokenizer": "byte", "val_fraction": 0.2}
-    return DataConfig(**{"name": "text"} | defaults | settings)
-
-
-def in_memory(texts, tokenizer, config):
-    """Return the tokens of both splits, encoded one document after the other."""
-    splits = {"train": [], "val": []}
-    held_out = hold_out(len(texts), config.val_fraction, config.split_seed)
-    for text, out in zip(texts, held_out, strict=True):
-        splits["val" if out else "train"] += [*tokenizer.encode(text), tokenizer.eot]
-    return splits
-
-
-def assert_prepared(config, expected):
-    tokens = open_tokens(config)
-    assert tokens.train.tolist() == expected["train"]
-    assert tokens.val.tolist() == expected["val"]
-
-
-def pack(data, ending):
-    codec = {".gz": "gzip", ".zst": "zstd"}[ending]
-    return pa.compress(data, codec=codec, asbytes=True)
-
-
-def write_corpus(folder):
-    """Write TEXTS in every format, and a file that is not part of the corpus."""
-    write_parquet(folder / "a.parquet", TEXTS[:100])
-    write_jsonl(folder / "b.jsonl", TEXTS[100:200])
-    write_jsonl(folder / "c.jsonl.gz", TEXTS[200:250])
-    write_jsonl(folder / "d.jsonl.zst", TEXTS[250:297])
-    (folder / "e.txt").write_text(TEXTS[297], encoding="utf-8")
-    (folder / "f.txt.gz").write_bytes(pack(TEXTS[298].encode(), ".gz"))
-    (folder / "g.raw.zst").write_bytes(pack(TEXTS[299].encode(), ".zst"))
-    (folder / "notes.md").write_text("not text of the corpus")
+from tests.data.corpora import (
+    TEXTS,
+    assert_prepared,
+    config_of,
+    in_memory,
+    invalid_utf8,
+    pack,
+    write_corpus,
+    write_jsonl,
+    write_parquet,
+)
+from tests.e2e import ROOT
 
 
 @pytest.mark.parametrize(("batch", "workers"), [(1, 3), (7, 1), (1024, None)])
@@ -132,128 +86,6 @@ def test_files_for_a_split_must_be_there(tmp_path):
     write_parquet(tmp_path / "in" / "train-0.parquet", TEXTS)
     with pytest.raises(UserError, match=r"data\.val_files=\*valid\* matches no file"):
         prepare(config, log=lambda line: None)
-
-
-KILLED = """
-import sys
-import data.prepare as module
-from data.config import DataConfig
-module.SAVE_INTERVAL_S = module.LOG_INTERVAL_S = 0.0
-module.BATCH_DOCUMENTS = 7
-config = DataConfig("text", sys.argv[2], "byte", source=sys.argv[1], val_fraction=0.2, workers=int(sys.argv[3]))
-module.prepare(config, log=lambda line: print(line, flush=True))
-"""
-
-
-def test_killed_at_any_moment_it_continues_to_the_same_bytes(tmp_path):
-    """kill -9 after a random number of batches, each time with a different number of workers."""
-    config = config_of(tmp_path)
-    write_corpus(tmp_path / "in")
-    prepare(config, log=lambda line: None)
-    random, killed, said = np.random.default_rng(0), 0, []
-    environment = {**os.environ, "PYTHONPATH": python_path()}
-    for attempt in range(60):
-        command = [sys.executable, "-c", KILLED, str(tmp_path / "in"), str(tmp_path / "again"), str(1 + attempt % 3)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, cwd=ROOT, text=True) as process:
-            for _ in range(random.integers(3, 9)):
-                said.append(process.stdout.readline())
-            process.kill()
-        killed += process.returncode == -signal.SIGKILL
-        if (tmp_path / "again" / "meta.json").exists():
-            break
-    assert killed >= 3 and any("continuing after" in line for line in said)
-    assert all((tmp_path / "again" / name).read_bytes() == (tmp_path / "out" / name).read_bytes() for name in FILES)
-
-
-def test_a_file_renamed_while_it_was_unfinished_is_noticed(tmp_path, monkeypatch):
-    """With files in another order, some documents would be written twice and others would be lost."""
-    config = config_of(tmp_path)
-    write_jsonl(tmp_path / "in" / "a.jsonl", TEXTS[:60])
-    write_jsonl(tmp_path / "in" / "b.jsonl", TEXTS[60:])
-    monkeypatch.setattr(module, "SAVE_INTERVAL_S", 0.0)
-    monkeypatch.setattr(module, "BATCH_DOCUMENTS", 50)
-    with monkeypatch.context() as patch:
-        patch.setattr(module.TokenWriter, "finish", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            prepare(config, log=lambda line: None)
-    (tmp_path / "in" / "a.jsonl").rename(tmp_path / "in" / "z.jsonl")
-    with pytest.raises(UserError, match="was begun with other files or rows before those still to read; put them back"):
-        prepare(config, log=lambda line: None)
-
-
-def rewritten(old, new):
-    def change(folder):
-        (folder / "b.jsonl").write_text((folder / "b.jsonl").read_text().replace(old, new))
-
-    return change
-
-
-def stopped_at_row_45_of_b(tmp_path, monkeypatch):
-    """Return the settings of a preparation that a bad row stopped. Rows 1 to 40 of b.jsonl are saved."""
-    monkeypatch.setattr(module, "SAVE_INTERVAL_S", 0.0)
-    monkeypatch.setattr(module, "BATCH_DOCUMENTS", 10)
-    config = config_of(tmp_path)
-    for name, texts in (("a", TEXTS[:50]), ("b", TEXTS[50:110]), ("c", TEXTS[110:150])):
-        write_jsonl(tmp_path / "in" / f"{name}.jsonl", texts)
-    rewritten('"Document 94: ', "Document 94 ")(tmp_path / "in")
-    with pytest.raises(UserError, match=r"b\.jsonl row 45 is not JSON"):
-        prepare(config, log=lambda line: None)
-    return config
-
-
-def test_progress_survives_a_change_to_what_was_not_read_yet(tmp_path, monkeypatch):
-    """The bad row is mended and becomes longer, and a row of the next file changes."""
-    config = stopped_at_row_45_of_b(tmp_path, monkeypatch)
-    rewritten("Document 94 ", '"Longer than before: ')(tmp_path / "in")
-    write_jsonl(tmp_path / "in" / "c.jsonl", ["another", *TEXTS[111:150]])
-    said = []
-    prepare(config, log=said.append)
-    assert said[0].startswith("continuing after 90 documents")
-    fresh = config_of(tmp_path, dir=str(tmp_path / "fresh"))
-    prepare(fresh, log=lambda line: None)
-    assert all((tmp_path / "out" / name).read_bytes() == (tmp_path / "fresh" / name).read_bytes() for name in FILES)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        rewritten("Document 60:", "Document 6O:"),
-        rewritten("\n", "\n\n"),
-        lambda folder: write_jsonl(folder / "b.jsonl", TEXTS[50:60]),
-        lambda folder: write_jsonl(folder / "a.jsonl", TEXTS[:49]),
-        lambda folder: write_jsonl(folder / "0.jsonl", TEXTS[:1]),
-        lambda folder: [(folder / f"{name}.jsonl").unlink() for name in "bc"],
-    ],
-    ids=["row", "rows", "shorter", "earlier file", "new earlier file", "no file"],
-)
-def test_a_change_to_what_was_read_already_is_refused(tmp_path, monkeypatch, change):
-    config = stopped_at_row_45_of_b(tmp_path, monkeypatch)
-    change(tmp_path / "in")
-    with pytest.raises(UserError, match="was begun with other files or rows before those still to read; put them back"):
-        prepare(config, log=lambda line: None)
-
-
-def interrupted(*_, **__):
-    raise KeyboardInterrupt
-
-
-def test_a_full_disk_gives_one_sentence_and_loses_nothing(tmp_path, monkeypatch):
-    config = config_of(tmp_path)
-    write_corpus(tmp_path / "in")
-    monkeypatch.setattr(module, "SAVE_INTERVAL_S", 0.0)
-    monkeypatch.setattr(module, "BATCH_DOCUMENTS", 50)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", at_call(7, full_disk, os.fsync))
-        with pytest.raises(UserError, match="cannot be written .*make room, and run the same command to continue"):
-            prepare(config, log=lambda line: None)
-    said = []
-    prepare(config, log=said.append)
-    assert "continuing after" in said[0]
-    assert_prepared(config, in_memory(TEXTS, get_tokenizer("byte"), config))
-
-
-def full_disk():
-    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 @pytest.mark.parametrize("corpus", ["openwebtext", "wikitext-2", "wikitext-103", "fineweb-edu-10bt", "tinystories"])
@@ -341,20 +173,6 @@ def test_a_held_out_row_without_text_does_not_empty_a_split(tmp_path):
     assert (len(tokens.train), len(tokens.val)) == (99 * 5 - 5, 5)
 
 
-@pytest.mark.parametrize("call", [1, 2, 3, 4, 5, 6, 7])
-def test_a_split_by_position_that_is_interrupted_is_repeated(tmp_path, monkeypatch, call):
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "a.txt").write_text("The only one." * 9)
-    config = config_of(tmp_path, val_fraction=None)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", at_call(call, interrupted, os.fsync))
-        with pytest.raises(KeyboardInterrupt):
-            prepare(config, log=lambda line: None)
-    prepare(config, log=lambda line: None)
-    whole = [*b"The only one." * 9, 256]
-    assert_prepared(config, {"train": whole[:-12], "val": whole[-12:]})
-
-
 def test_null_and_empty_texts_are_skipped_and_counted(tmp_path):
     config = config_of(tmp_path)
     write_parquet(tmp_path / "in" / "a.parquet", [*TEXTS[:50], None, ""])
@@ -389,11 +207,6 @@ def test_progress_is_logged_without_a_terminal(tmp_path, monkeypatch):
     prepare(config, log=lines.append)
     assert len(lines) == 4
     assert "100 documents" in lines[0] and "33% read at" in lines[0] and "s to go" in lines[0]
-
-
-def invalid_utf8():
-    """Return parquet strings, the third of which is not valid UTF-8."""
-    return pa.array([b"a", b"b", b"\xff", b"d"]).view(pa.string())
 
 
 def truncated_parquet(folder):
@@ -468,6 +281,34 @@ def test_unreadable_corpora_are_named(tmp_path, write, message):
     with pytest.raises(UserError, match=message):
         prepare(config, log=lambda line: None)
     assert not (tmp_path / "out" / "train.bin").exists()
+
+
+BAD_LINES = [b"{", b'{"text": "\xff"}', b'{"body": "b"}', b'{"text": 3}', b"[]"]
+
+
+def test_bad_rows_are_skipped_counted_and_listed(tmp_path):
+    config = config_of(tmp_path, on_bad_row="skip", val_fraction=0.5)
+    good = [f'{{"text": "{i}"}}'.encode() for i in range(5)]
+    lines = [line for pair in zip(good, BAD_LINES, strict=True) for line in pair]
+    (tmp_path / "in" / "a.jsonl").write_bytes(b"\n".join(lines))
+    (tmp_path / "in" / "b.txt").write_bytes(b"\xff")
+    write_parquet(tmp_path / "in" / "c.parquet", invalid_utf8())
+    said = []
+    prepare(config, log=said.append)
+    assert "8 documents (7 bad rows skipped)" in said[-2]
+    bad = json.loads((tmp_path / "out" / "meta.json").read_text())["bad_rows"]
+    assert said[-1] == f"skipped {bad[0]}; {tmp_path / 'out' / 'meta.json'} lists all 7 bad rows"
+    places = [f"a.jsonl row {i}" for i in (2, 4, 6, 8, 10)] + ["b.txt row 1", "c.parquet row 3"]
+    assert all(f"{place} " in row for place, row in zip(places, bad, strict=True))
+    tokens = open_tokens(config)
+    assert sorted([*tokens.train, *tokens.val]) == sorted([*b"01234abd", *[256] * 8])
+
+
+def test_a_corpus_of_bad_rows_is_refused_with_the_first(tmp_path):
+    config = config_of(tmp_path, on_bad_row="skip")
+    (tmp_path / "in" / "a.jsonl").write_bytes(b"\n".join(BAD_LINES))
+    with pytest.raises(UserError, match=r"holds no text \(5 bad rows; .*a\.jsonl row 1 is not JSON"):
+        prepare(config, log=lambda line: None)
 
 
 def test_other_corpora_need_no_preparation(tmp_path):
