@@ -34,7 +34,7 @@ def test_all_formats_equal_a_straightforward_encoding(tmp_path, tokenizer, batch
     """The result does not depend on the batch size or on the number of threads."""
     monkeypatch.setattr(module, "BATCH_DOCUMENTS", batch)
     config = config_of(tmp_path, tokenizer=tokenizer.name, workers=workers)
-    monkeypatch.setattr(module, "get_tokenizer", lambda name: tokenizer)
+    monkeypatch.setattr(module, "get_tokenizer", lambda *_: tokenizer)
     write_corpus(tmp_path / "in")
     prepare(config, log=lambda line: None)
     assert_prepared(config, in_memory(TEXTS, tokenizer, config))
