@@ -21,7 +21,7 @@ class UserError(Exception):
 def check_choice(key: str, value: object, choices: Iterable[str]) -> None:
     """Refuse a setting that is not one of `choices`."""
     if value not in list(choices):  # a list in place of a name has no hash
-        raise UserError(f"{key}={value} is unknown; choose one of {', '.join(choices)}")
+        raise UserError(f"{key}={value} is unknown; choose one of {', '.join(map(str, choices))}")
 
 
 def check_range(key: str, value: float | None, low: float, high: float | None = None) -> None:

@@ -136,10 +136,9 @@ def test_text_that_hydras_grammar_refuses_is_told_how_to_be_written(workplace, p
 
 def test_a_tilde_is_the_home_folder_quoted_or_not(workplace, monkeypatch):
     monkeypatch.setenv("HOME", str(workplace))
-    folders = ["data.dir=~/tokens", "hydra.run.dir='~/run'", 'checkpoint.dir="~/saved"', "wandb.tags=[~/a,'b~/c']"]
+    folders = ["data.dir=~/tokens", "hydra.run.dir='~/run'", 'checkpoint.dir="~/saved"']
     run("train.py", *TINY, *folders, "train.max_steps=1").ok()
     assert {path.name for path in workplace.iterdir()} == {"tokens", "run", "saved"}
-    assert OmegaConf.load("run/config.yaml").wandb.tags == [f"{workplace}/a", "b~/c"]
     monkeypatch.setenv("CORPUS", "~/nothing")
     assert f"{workplace}/nothing/train.bin does not exist" in run("train.py", *TINY, "data.dir=${oc.env:CORPUS}").err
 

@@ -35,7 +35,7 @@ def test_the_page_is_written_where_out_says(here):
         ("", ["runs=FOLDER", "results=FOLDER"]),
         ("out=x.html", ["runs=FOLDER"]),
         ("run=runs", ["run is no", "did you mean runs?"]),
-        ("runs=runs/a,runs/b", ["runs", "'key=[a,b]'"]),
+        ("runs=runs/a,runs/b", ["runs", "'runs=[runs/a,runs/b]'"]),
         ("runs=runs/*x", ["runs=runs/*x has no metrics.jsonl"]),
         ("runs=empty", ["runs=empty", "no metrics.jsonl"]),
         ("runs={a:b}", ["has no metrics.jsonl"]),

@@ -53,7 +53,7 @@ def report(tmp_path_factory) -> Path:
     ]
     change_settings(runs[1], 100, {"optimizer.lr": [0.001, 0.004], "data.dir": ["a", HOSTILE]})
     config = runs[-1] / "config.yaml"
-    config.write_text(config.read_text().replace("project: gpt2-flash", f"project: {json.dumps(HOSTILE)}"))
+    config.write_text(config.read_text().replace("project: null", f"project: {json.dumps(HOSTILE)}"))
     (folder / "results.json").write_text(json.dumps({"environment": {"gpu": HOSTILE}, "rows": [{HOSTILE: HOSTILE}]}))
     out = folder / "report.html"
     write_page(read_runs(list(map(str, runs))), read_results(str(folder)), out, failed=["3_naive", HOSTILE])

@@ -330,7 +330,7 @@ def test_own_function_trains_like_the_variant_that_it_calls(cell, tmp_path, monk
 def test_a_function_that_does_not_exist_is_refused():
     with pytest.raises(UserError, match="function=nowhere:attention: Python finds no module nowhere"):
         compare.run(TrainingSettings(function="nowhere:attention"))
-    with pytest.raises(UserError, match="function=math:sqrt has no parameter causal; define it"):
+    with pytest.raises(UserError, match="function=math:sqrt cannot be called as"):
         compare.run(TrainingSettings(function="math:sqrt"))
 
 
