@@ -1,9 +1,11 @@
-"""Update the tables of README.md and the pages of bench.paper from the results in bench/results.
+"""Update the tables of README.md, docs/results.md and the pages of bench.paper from bench/results.
 
-A test fails if the README differs from the results.
+A test fails if a table differs from the results.
 """
 
+import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -11,16 +13,17 @@ from matplotlib.figure import Figure
 from bench.attention import charts
 from bench.attention.shapes import PASSES
 from bench.common.command_line import launch
-from bench.common.formatting import at_least, cost_text, speed_text, table
+from bench.common.formatting import at_least, at_most, cost_text, length_text, speed_text, table
 from bench.common.results import ROOT, read_results
 from bench.paper.pages import page, publish
 from bench.paper.tables import TABLES
 from bench.paper.tables.attention_speed import speed_lines
 from errors import UserError
 
-README = ROOT / "README.md"
+PAGES = ROOT / "README.md", ROOT / "docs" / "results.md"
 RESULTS = ROOT / "bench" / "results" / "h200"
-PAPER = "gpt2", "gpt2_context", "gpt3", "io", "memory"  # the tables of bench.paper in the README
+PAPER = "gpt2", "gpt2_context", "gpt3", "io", "memory"  # the tables of bench.paper in docs/results.md
+FRONT = ("gpt2", 1024), ("gpt2", 8192), ("gpt3-1.3b", 8192), ("gpt3-2.7b", 8192)  # the rows of the README
 TRAINERS = {"ours": "ours", "nanogpt": "nanoGPT", "huggingface": "Hugging Face"}
 COLOURS = {"naive": "#888888", "sdpa": "#1f77b4", "flash2": "#d62728"}
 RIVALS = {"flash2": "flash2", "sdpa_flash": "FlashAttention-2", "sdpa_cudnn": "cuDNN", "fa3": "FlashAttention-3"}
@@ -35,7 +38,7 @@ class ReadmeSettings:
 
 
 def run(settings: ReadmeSettings) -> None:
-    """Update the README, the pages and, if wanted, the pictures."""
+    """Update the tables and, if wanted, the pictures."""
     for name in TABLES:
         results = read_results(RESULTS / f"paper-{name}.json")
         (RESULTS / f"paper-{name}.md").write_text(page(name, results))
@@ -45,23 +48,26 @@ def run(settings: ReadmeSettings) -> None:
         attention = read_results(RESULTS / "attention.json")
         charts.draw(attention["rows"], RESULTS / "attention.json", attention["environment"])
         charts.save(parity_picture(RESULTS), RESULTS / "parity.svg")
-    README.write_text(fill(README.read_text()))
+    for path in PAGES:
+        path.write_text(fill(path.read_text()))
 
 
 def fill(text: str, results: Path = RESULTS) -> str:
-    """Return the README with every generated table replaced."""
-    made = {name: make(results) for name, make in TABLE_OF.items()}
-    for name in PAPER:
-        _, _, without_title = page(name, read_results(results / f"paper-{name}.json")).partition("\n\n")
-        made[f"paper-{name}"] = without_title.strip()
-    for name, of_name in made.items():
-        start, end = f"<!-- {name} -->\n", f"\n<!-- /{name} -->"
-        before, _, rest = text.partition(start)
-        _, mark, after = rest.partition(end)
-        if not mark:
-            raise UserError(f"README.md lacks the marks <!-- {name} --> and <!-- /{name} -->; put them back")
-        text = before + start + of_name + end + after
-    return text
+    """Return a page with the tables between its marks, <!-- NAME --> and <!-- /NAME -->, replaced."""
+
+    def made(mark: re.Match) -> str:
+        name = mark[1]
+        if name not in TABLE_OF:
+            raise UserError(f"<!-- {name} --> names no table; choose one of {', '.join(TABLE_OF)}")
+        return f"<!-- {name} -->\n{TABLE_OF[name](results)}\n<!-- /{name} -->"
+
+    return re.sub(r"<!-- ([\w-]+) -->\n(?:.*?\n)??<!-- /\1 -->", made, text, flags=re.DOTALL)
+
+
+def paper_table(name: str, results: Path) -> str:
+    """Return a page of bench.paper without its title."""
+    _, _, without_title = page(name, read_results(results / f"paper-{name}.json")).partition("\n\n")
+    return without_title.strip()
 
 
 def caption(file: dict) -> str:
@@ -115,6 +121,30 @@ def is_peer(other: dict, row: dict, trainer: str) -> bool:
     return same and other["status"] == "ok" and other["trainer"] == trainer and fastest
 
 
+def ratio(row: dict, rows: list[dict], trainer: str) -> str:
+    """Return the speed of `row` over the fastest of that trainer in the same run."""
+    peers = [other["tokens_per_second"] for other in rows if is_peer(other, row, trainer)]
+    return speed_text(row["tokens_per_second"] / max(peers), row["trainer"] == "ours") if peers else "-"
+
+
+def front_table(results: Path) -> str:
+    """Return our training step with flash2, beside nanoGPT and Hugging Face in the same run of bench.training."""
+    file, lines = read_results(results / "training.json"), []
+    for model, context in FRONT:
+        [row] = [
+            row
+            for row in file["rows"]
+            if (row["model"], row["context_length"], row["trainer"], row["attention"])
+            == (model, context, "ours", "flash2")
+            and (row["best"], row["compiled"], row["status"]) == (True, True, "ok")
+        ]
+        ratios = (ratio(row, file["rows"], trainer) for trainer in ("nanogpt", "huggingface"))
+        cells = at_least(row["tokens_per_second"], 0), *ratios, f"{at_most(row['peak_gib'], 1)} GiB"
+        lines.append([f"`{model}`, {length_text(context)}", *cells])
+    header = ["model, context", "tokens/s", "x nanoGPT", "x Hugging Face", "peak memory"]
+    return f"{table(header, lines)}\n\n{caption(file | {'rows': [file['rows'][0]]}).partition(', commit')[0]}, bf16."
+
+
 def training_table(results: Path) -> str:
     """Return each trainer at its best micro-batch, beside nanoGPT and the floor of the same run of bench.training."""
     file = read_results(results / "training.json")
@@ -122,12 +152,8 @@ def training_table(results: Path) -> str:
     lines = []
     for row in sorted(best, key=lambda row: (row["model"], row["context_length"])):
         speed, ours = row["tokens_per_second"], row["trainer"] == "ours"
-        ratios = []
-        for trainer in ("nanogpt", "floor"):
-            peers = [other["tokens_per_second"] for other in file["rows"] if is_peer(other, row, trainer)]
-            ratios.append(speed_text(speed / max(peers), ours) if peers else "-")
         name, memory = f"{row['model']}, {row['context_length']:,}", f"{cost_text(row['peak_gib'], ours, 1)} GiB"
-        speeds = speed_text(speed, ours, 0), *ratios
+        speeds = speed_text(speed, ours, 0), *(ratio(row, file["rows"], trainer) for trainer in ("nanogpt", "floor"))
         lines.append([name, trainer_text(row), str(row["batch_size"]), *speeds, memory, row["commit"][:7]])
     header = ["model, context", "trainer, attention", "micro-batch", "tokens/s", "x nanoGPT", "of the floor"]
     where = file["environment"]
@@ -158,12 +184,30 @@ def sparsity_table(results: Path) -> str:
     return f"{table([*header, 'both passes'], lines)}\n\n{caption(file)}"
 
 
+def scaling_table(results: Path) -> str:
+    """Return the speed on several GPUs relative to one, from the runs of bench.scaling beside `results`."""
+    lines, captions = [], []
+    for path in sorted(results.parent.glob(f"{results.name}x*/scaling.json")):
+        file = read_results(path)
+        captions.append(caption(file).replace("One", f"{path.parent.name}:", 1))
+        for row in file["rows"]:
+            what = f"{row['model']}, {length_text(row['context_length'])}", row["parallel"]
+            linear = "-" if row["linear"] is None else f"{at_least(100 * row['linear'], 1)}%"
+            numbers = str(row["batch_size"]), at_least(row["tokens_per_second"], 0), linear
+            lines.append([path.parent.name, *what, str(row["gpus"]), *numbers, f"{at_most(row['peak_gib'], 1)} GiB"])
+    header = ["machine", "model, context", "parallel", "GPUs", "micro-batch", "tokens/s", "of linear", "memory per GPU"]
+    return f"{table(header, lines, left=3)}\n\n{' '.join(captions)}"
+
+
 TABLE_OF = {
+    "results": front_table,
     "parity": parity_table,
     "attention": attention_table,
     "documents": documents_table,
     "training": training_table,
     "sparsity": sparsity_table,
+    "scaling": scaling_table,
+    **{f"paper-{name}": partial(paper_table, name) for name in PAPER},
 }
 
 

@@ -60,9 +60,9 @@ def test_help_names_every_setting():
     ] == []
 
 
-def test_the_readme_is_updated(monkeypatch, tmp_path):
-    changed, whole = tmp_path / "README.md", readme.README.read_text()
+def test_the_pages_are_updated(monkeypatch, tmp_path):
+    changed, whole = tmp_path / "results.md", readme.PAGES[1].read_text()
     changed.write_text(whole.replace("<!-- parity -->\n", "<!-- parity -->\nedited"))
-    monkeypatch.setattr(readme, "README", changed)
+    monkeypatch.setattr(readme, "PAGES", [changed])
     readme.run(readme.ReadmeSettings())
     assert changed.read_text() == whole

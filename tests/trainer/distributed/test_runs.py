@@ -282,12 +282,12 @@ def test_a_killed_process_is_started_again_and_nothing_is_lost(runs):
     assert sorted(path.name for path in (runs / "kept").iterdir()) == ["best", "step-00000004", "step-00000006"]
 
 
-def test_readmes_script_for_slurm_saves_and_is_queued_again(tmp_path, monkeypatch):
+def test_the_documented_script_for_slurm_saves_and_is_queued_again(tmp_path, monkeypatch):
     """Slurm signals the script, which forwards the signal to torchrun. scontrol is a script here."""
     monkeypatch.chdir(tmp_path)
     write_tokens(tmp_path / "tokens")
     script = re.search(
-        r" {4}#SBATCH --requeue --signal=B:TERM.*?exit \$code\n", (ROOT / "README.md").read_text(), re.DOTALL
+        r" {4}#SBATCH --requeue --signal=B:TERM.*?exit \$code\n", (ROOT / "docs" / "training.md").read_text(), re.DOTALL
     )
     tiny = f"{ROOT / 'train.py'} {' '.join(TINY)} train.max_steps=100000"
     launcher = f"{sys.executable} -m torch.distributed.run --standalone"
