@@ -10,6 +10,7 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch.library import Library
 
 
 def rows_of(x: Tensor) -> Tensor:
@@ -24,9 +25,9 @@ def implementation(package: str, device_type: str, gpu_module: str = "launch") -
     return import_module(f"kernels.{package}.{'definition' if device_type == 'cpu' else gpu_module}")
 
 
-def define(package: str, gpu_module: str = "launch", **schemas: str) -> torch.library.Library:
+def define(package: str, gpu_module: str = "launch", **schemas: str) -> Library:
     """Define the package's operators by their schemas. Functions of these names in its two modules implement them."""
-    library = torch.library.Library(package, "DEF")
+    library = Library(package, "DEF")
 
     def call(name: str, device: str, *args):
         return getattr(implementation(package, device, gpu_module), name)(*args)

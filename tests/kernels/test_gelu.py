@@ -95,7 +95,7 @@ def test_large_products_are_fused_unless_hopper_cannot_read_them(bias_dtype, mon
 
     ran = []
     monkeypatch.setattr(
-        hopper, "_launch", lambda *args, launch=hopper._launch, **kind: ran.append(1) or launch(*args, **kind)
+        hopper, "launch_product", lambda *args, launch=hopper.launch_product: ran.append(1) or launch(*args)
     )
     x, weight, bias, _, _ = draw(2000, 3072, 768, torch.bfloat16, bias_dtype)
     fused = launch.forward(x, weight, bias, False)
