@@ -9,6 +9,8 @@ import sys
 from collections.abc import Iterable
 from typing import NoReturn
 
+from hydra.core.override_parser.types import Quote, QuotedString
+
 
 class UserError(Exception):
     """Bad input, described in one sentence that names the value and the remedy.
@@ -57,12 +59,16 @@ def guard_output() -> None:
             setattr(sys, name, io.TextIOWrapper(buffer, stream.encoding, "backslashreplace", **options))
 
 
+def as_text(value: object) -> str:
+    """Return a value in the quotes that make it a text for Hydra."""
+    return QuotedString(str(value), Quote.double).with_quotes()
+
+
 def assigned(key: str, value: object) -> str:
-    """Return key=value for a command line in a shell. Hydra needs quotes around a value with = or blanks."""
+    """Return key=value for a command line in a shell, with quotes if Hydra or the shell needs them."""
     if re.fullmatch(r"[\w./:@%+-]+", str(value), re.ASCII):
         return f"{key}={value}"
-    escaped = str(value).replace('"', '\\"')
-    return shlex.quote(f'{key}="{escaped}"')
+    return shlex.quote(f"{key}={as_text(value)}")
 
 
 def refuse(sentence: str) -> NoReturn:

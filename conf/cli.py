@@ -15,12 +15,11 @@ from typing import Any, NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from conf import schema
 from conf.explain import explain, sentence_of, unknown_setting
-from errors import UserError, guard_output, refuse
+from errors import UserError, as_text, guard_output, refuse
 from hydra_plugins import process_launcher
 from trainer.distributed.world import is_of_submitit, started
 
@@ -90,7 +89,7 @@ def _quoted(argument: str) -> str:
     """
     key, _, text = argument.partition("=")
     escaped = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
-    return f"++{key}={QuotedString(escaped, Quote.double).with_quotes()}"
+    return f"++{key}={as_text(escaped)}"
 
 
 def _with_home(text: str) -> str:

@@ -5,12 +5,11 @@ import errno
 import shlex
 from collections.abc import Sequence
 
-from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException, ValidationError
 
-from errors import UserError, first_line, is_of_gpu_memory, is_of_memory, two_sentences
+from errors import UserError, as_text, first_line, is_of_gpu_memory, is_of_memory, two_sentences
 from model.attention import unknown_setting as unknown_attention_setting
 
 PLACES = "outputs go to hydra.run.dir=..., tokens to data.dir=..., checkpoints to checkpoint.dir=..."
@@ -71,8 +70,7 @@ def explain(error: Exception) -> str:
 def _or_as_text(override: str) -> str:
     """Return how to write the value of key=value as a text, quoted for Hydra and for the shell."""
     key, equals, text = override.partition("=")
-    quoted = shlex.quote(f"{key}={QuotedString(text, Quote.double).with_quotes()}")
-    return f", or as a text: {quoted}" if equals else ""
+    return f", or as a text: {shlex.quote(f'{key}={as_text(text)}')}" if equals else ""
 
 
 def unknown_setting(key: str, known: list[str], meant: Sequence[str] = ()) -> str:

@@ -14,13 +14,12 @@ from pathlib import Path
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.core.plugins import Plugins
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from errors import UserError, check_range
+from errors import UserError, as_text, check_range
 
 TORCHRUN = str(Path(__file__).with_name("_torchrun.py"))  # Hydra imports each module here that has no _.
 failed_jobs: list[str] = []
@@ -92,8 +91,8 @@ class ProcessLauncher(Launcher):
             config.hydra.job.num = number
         HydraConfig.instance().set_config(config)  # for ${hydra:job.num}
         folder = Path(self.config.hydra.sweep.dir, config.hydra.sweep.subdir)
-        quoted, given = QuotedString(str(folder), Quote.double).with_quotes(), self.config.hydra.overrides
-        own = ["hydra.mode=RUN", f"hydra.job.num={number}", f"hydra.run.dir={quoted}"]
+        given = self.config.hydra.overrides
+        own = ["hydra.mode=RUN", f"hydra.job.num={number}", f"hydra.run.dir={as_text(folder)}"]
         flags = [x for x in sys.argv[1:] if x not in ("-m", "--multirun", *given.task, *given.hydra)]  # --config-dir
         arguments = [*flags, *overrides, *given.hydra, *own]
         title = " ".join(override for override in overrides if override not in shared) or " ".join(overrides)

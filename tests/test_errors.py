@@ -1,9 +1,14 @@
-"""What every program does with its output."""
+"""How every program writes its output, and how it quotes settings."""
 
 import os
+import shlex
 import subprocess
 import sys
 
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from errors import assigned
 from tests.e2e import ROOT
 
 PROGRAM = """
@@ -26,3 +31,10 @@ def test_output_that_cannot_be_encoded_is_escaped_and_a_closed_pipe_does_not_end
     process.stdout.close()  # as head does; a pipe holds less than 10**5 lines
     _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (3, rb"an error \xef" + b"\n")
+
+
+@pytest.mark.parametrize("value", ["a", "a=1, b", 'say "hi"', "ends with a\\", 'a\\"b', "it's", "naïve #&;({"])
+def test_an_assignment_can_be_pasted(value):
+    [argument] = shlex.split(assigned("key", value))
+    [override] = OverridesParser.create().parse_overrides([argument])
+    assert (override.key_or_group, override.value()) == ("key", value)
