@@ -71,21 +71,22 @@ def _keys_of_choice(group: str, choice: str) -> Iterator[str]:
     content = OmegaConf.load(file)
     for default in content.pop("defaults", []):
         yield from (key.removeprefix("override ").strip("/") for key in default if default != "_self_")
-    yield from _flat(OmegaConf.to_container(content))
+    yield from flat(OmegaConf.to_container(content))
 
 
 def changed_settings(before: State, after: State) -> dict[str, list]:
     """Return what two runs' settings differ in: [before, after] by key. Where the run lies does not count."""
-    before, after = _flat(before), _flat(after)
+    before, after = flat(before), flat(after)
     shared = (key for key in after if key in before or key.startswith("attention."))
     return {key: [before.get(key), after[key]] for key in shared if before.get(key) != after[key] and key not in PLACES}
 
 
-def _flat(settings: dict, prefix: str = "") -> dict[str, object]:
-    flat = {}
+def flat(settings: dict, prefix: str = "") -> dict[str, object]:
+    """Return the values of nested settings by their dotted keys, such as train.batch_size."""
+    values = {}
     for key, value in settings.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat
+        values |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return values
 
 
 def command_to_continue(checkpoint: Path, folder: Path, attention: AttentionConfig) -> str:

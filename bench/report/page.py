@@ -11,7 +11,8 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from bench.report.page_tables import Table, changes, common, differences, summary
-from bench.report.runs import TrainingRun, setting_text
+from bench.report.runs import TrainingRun
+from trainer.loggers import describe_changes
 
 HERE = Path(__file__).parent
 COLOURS = "#4269d0", "#e8863a", "#3ca951", "#d64a5f", "#a463f2", "#2aa5b8", "#d562a5", "#9c6b4e"
@@ -105,6 +106,5 @@ def marks(run: TrainingRun, rows: list[int]) -> dict[int, str]:
     texts = {}
     for number, changed in run.changes.items():
         index = next((index for index, row in enumerate(rows) if row >= number), len(rows) - 1)
-        pairs = (f"{key} {setting_text(before)} -> {setting_text(after)}" for key, (before, after) in changed.items())
-        texts[index] = html.escape(", ".join(pairs))
+        texts[index] = html.escape(describe_changes(changed))
     return texts

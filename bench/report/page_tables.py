@@ -7,8 +7,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
-from bench.report.runs import TrainingRun, files_below, setting_text
+from bench.report.runs import TrainingRun, files_below
 from errors import UserError
+from trainer.loggers import setting_text
 
 
 class TableCell(NamedTuple):

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import statistics
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -14,8 +15,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from conf.resume import flat
+from data.folders import real_files
 from errors import UserError
-from trainer.loggers import finite
+from trainer.loggers import finite, setting_text
 
 Row = dict[str, float | None]
 
@@ -91,21 +94,15 @@ def files_below(folder: Path, pattern: str) -> list[Path]:
 
     Copies in hidden files and folders, such as .ipynb_checkpoints, are skipped and named.
     """
-    found, hidden, seen = {}, [], set()
-    for place, folders, names in os.walk(folder, followlinks=True):
-        folders.sort(key=lambda name: (name.startswith("."), name))
-        if (real := os.path.realpath(place)) in seen:  # a link to a folder above, or a second link
-            folders.clear()
-            continue
-        seen.add(real)
-        for file in (Path(place, name) for name in fnmatch.filter(names, pattern)):
-            if any(part.startswith(".") for part in file.relative_to(folder).parts):
-                hidden.append(file)
-            elif file.is_file():
-                found.setdefault(file.resolve(), file)
+
+    def matching(paths: Iterable[Path]) -> list[Path]:
+        return [path for path in paths if fnmatch.fnmatch(path.name, pattern) and path.is_file()]
+
+    found, skipped = real_files([folder], (pattern.removeprefix("*"),))
+    hidden = matching(file for path in skipped.get("hidden", ()) for file in (path, *sorted(path.rglob("*"))))
     if hidden:
         print(f"skipped {len(hidden)} hidden files: {', '.join(map(str, hidden))}")
-    return list(found.values())
+    return matching(found)
 
 
 def natural(path: Path) -> list:
@@ -118,19 +115,10 @@ def read_settings(path: Path) -> dict[str, str]:
     if not path.exists():
         return {}
     try:
-        return dict(flat(OmegaConf.to_container(OmegaConf.load(path))))
-    except (YAMLError, OmegaConfBaseException, OSError) as error:
+        settings = flat(OmegaConf.to_container(OmegaConf.load(path)))
+    except (YAMLError, OmegaConfBaseException, OSError, AttributeError) as error:  # a list has no items
         raise UserError(f"{path} is not a configuration of train.py; fix it or move it away") from error
-
-
-def flat(node: object, key: str = "") -> list[tuple[str, str]]:
-    if isinstance(node, dict):
-        return [pair for name, child in node.items() for pair in flat(child, f"{key}.{name}" if key else str(name))]
-    return [(key, setting_text(node))]
-
-
-def setting_text(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    return {key: setting_text(value) for key, value in settings.items()}
 
 
 def read_rows(folder: Path) -> tuple[list[Row], dict[int, dict[str, list]]]:

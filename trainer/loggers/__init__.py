@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from trainer.loggers.base import Loggers, Metrics, describe_changes, finite
+from trainer.loggers.base import Loggers, Metrics, describe_changes, finite, setting_text
 from trainer.loggers.console import ConsoleLogger
 from trainer.loggers.jsonl import JsonlLogger, truncate_after
 from trainer.loggers.wandb import WandbConfig, WandbLogger, complete, server_problem
@@ -22,6 +22,7 @@ __all__ = [
     "describe_changes",
     "finite",
     "server_problem",
+    "setting_text",
     "start_loggers",
 ]
 

@@ -15,8 +15,12 @@ def finite(value: float) -> float | None:
 
 def describe_changes(changes: dict[str, list]) -> str:
     """Return [before, after] of each setting as one line, such as optimizer.lr 0.001 -> 0.004."""
-    texts = {key: [x if isinstance(x, str) else json.dumps(x) for x in pair] for key, pair in changes.items()}
-    return ", ".join(f"{key} {before} -> {after}" for key, (before, after) in texts.items())
+    return ", ".join(f"{key} {setting_text(old)} -> {setting_text(new)}" for key, (old, new) in changes.items())
+
+
+def setting_text(value: object) -> str:
+    """Return the value of a setting as YAML has it."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 class Logger:
