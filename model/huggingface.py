@@ -6,6 +6,7 @@ vocabulary is not padded.
 
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -89,12 +90,18 @@ def read_config(folder: Path, model: ModelConfig | None = None) -> ModelConfig:
             raise UserError(f"{path} has {key}={config[key]}, not GPT-2's {accepted[0]}; give a plain GPT-2")
     if missing := [key for key in ("model_type", "n_positions", *SIZES) if key not in config]:
         raise UserError(f"{path} lacks {missing[0]}; give the configuration of a GPT2LMHeadModel")
-    if model is not None and model.context_length > config["n_positions"]:
+    longest = config["n_positions"]
+    return with_sizes(model or ModelConfig(context_length=longest), config, longest, folder)
+
+
+def with_sizes(model: ModelConfig, sizes: Mapping, longest: int, source: str | Path) -> ModelConfig:
+    """Return `model` with the sizes of model.pretrained=`source`, which has `longest` positions."""
+    if model.context_length > longest:
         raise UserError(
-            f"model.context_length={model.context_length} exceeds the {config['n_positions']} positions of "
-            f"model.pretrained={folder}; set model.context_length={config['n_positions']} or less"
+            f"model.context_length={model.context_length} exceeds the {longest} positions of "
+            f"model.pretrained={source}; set model.context_length={longest} or less"
         )
-    return replace(model or ModelConfig(context_length=config["n_positions"]), **{key: config[key] for key in SIZES})
+    return replace(model, **{key: sizes[key] for key in SIZES})
 
 
 def load_pretrained(model: GPT2, folder: Path) -> None:

@@ -1,6 +1,5 @@
 """Loading a trained model: from a checkpoint, or from a Hugging Face folder or hub id."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -9,7 +8,7 @@ from data.tokenizers import vocab_size
 from errors import UserError
 from model.attention import SPARSE_KEYS, AttentionConfig, BlockSparseConfig, build_attention
 from model.gpt2 import GPT2, ModelConfig
-from model.huggingface import find_pretrained, is_pretrained, load_pretrained, read_config
+from model.huggingface import find_pretrained, is_pretrained, load_pretrained, read_config, with_sizes
 from trainer.checkpoint.files import State
 from trainer.checkpoint.folder import find
 from trainer.checkpoint.load import load, of_this_version
@@ -69,14 +68,8 @@ def read_shape(source: str, asked: ModelConfig, tokenizer: str) -> ModelConfig:
             f"the data with data.tokenizer={state['tokenizer']}"
         )
     with of_this_version(state):
-        shape = {key: state["model_config"][key] for key in ("n_layer", "n_head", "n_embd", "vocab_size")}
-        longest = state["model_config"]["context_length"]
-    if asked.context_length > longest:
-        raise UserError(
-            f"model.context_length={asked.context_length} exceeds the {longest} positions of "
-            f"model.pretrained={source}; set model.context_length={longest} or less"
-        )
-    return replace(asked, **shape)
+        sizes = state["model_config"]
+        return with_sizes(asked, sizes, sizes["context_length"], source)
 
 
 def load_weights(model: GPT2, source: str) -> None:
