@@ -20,6 +20,7 @@ from trainer.checkpoint.load import SHAPE, check_resumable, of_this_version
 from trainer.config import TrainConfig
 from trainer.distributed.world import World
 from trainer.flops import model_flops_per_token, peak_flops
+from trainer.folders import link_latest
 from trainer.loading import load_weights, read_shape
 from trainer.loggers import Loggers, describe_changes, start_loggers
 from trainer.meters import ThroughputMeter
@@ -128,9 +129,10 @@ def build_meter(model: GPT2, settings: TrainConfig, loader: TrainLoader, compute
 
 
 def open_logs(folder: Path, world: World, changes: dict[str, list], **options) -> Loggers:
-    """Start the first process's loggers (see start_loggers) and save config.yaml. The other processes log nothing.
+    """Start the first process's loggers (see start_loggers), save config.yaml, and link outputs/latest.
 
-    config.yaml has the newest settings. Comments above them tell what resumed runs changed: `changes`, now.
+    The other processes log nothing. config.yaml has the newest settings. A comment above them names the settings that a
+    resumed run changed, here `changes`.
     """
 
     def start() -> Loggers:
@@ -140,6 +142,7 @@ def open_logs(folder: Path, world: World, changes: dict[str, list], **options) -
         notes += [f"# changed after step {step}: {describe_changes(changes)}"] if changes else []
         settings = OmegaConf.to_yaml(OmegaConf.create(options["run_config"]))
         path.write_text("".join(f"{note}\n" for note in notes) + settings)
+        link_latest(folder)
         return start_loggers(folder, **options)
 
     return world.agreed(lambda: start() if world.is_first else Loggers([]))

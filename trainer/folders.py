@@ -1,4 +1,4 @@
-"""While a run lasts, no other run can write to its folders."""
+"""The output folders of runs: while a run lasts, no other run can write to its folders."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -40,3 +40,14 @@ def _claimed(folder: Path, setting: str) -> Iterator[None]:
         lock.release()
         with suppress(OSError):  # the folder is not empty
             folder.rmdir()
+
+
+def link_latest(folder: Path) -> None:
+    """Let outputs/latest be a link to `folder`, if that is in outputs."""
+    folder = folder.resolve()
+    if folder.parent.name == "outputs":
+        link = folder.parent / ".latest"
+        with suppress(OSError):  # The file system has no links.
+            link.unlink(missing_ok=True)
+            link.symlink_to(folder.name)
+            link.replace(folder.parent / "latest")

@@ -3,7 +3,6 @@
 Metrics are a flat dict of floats with the README's names, logged with the step and the tokens seen.
 """
 
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,6 @@ def start_loggers(
     for line in origins:
         screen.message(line)
     remote = WandbLogger(wandb, run_config, folder, on_failure=screen.message)
-    _link_latest(folder.resolve())
     path = folder / "metrics.jsonl"
     if resumed_step is not None:
         truncate_after(path, resumed_step)
@@ -56,13 +54,3 @@ def start_loggers(
         path.replace(path.with_name("metrics.previous.jsonl"))
     # Loggers closes the last one first, so that wandb's last message still reaches the console.
     return Loggers([JsonlLogger(path, on_failure=screen.message), screen, remote])
-
-
-def _link_latest(folder: Path) -> None:
-    """Let outputs/latest be a link to the newest run in outputs."""
-    if folder.parent.name == "outputs":
-        link = folder.parent / ".latest"
-        with suppress(OSError):  # The file system has no links.
-            link.unlink(missing_ok=True)
-            link.symlink_to(folder.name)
-            link.replace(folder.parent / "latest")

@@ -25,17 +25,6 @@ def test_a_resumed_run_continues_the_file(tmp_path):
     assert [(row["step"], row["tokens"]) for row in rows(tmp_path)] == [(1, 10), (2, 10), (3, 30), (4, 30)]
 
 
-def test_outputs_latest_is_the_newest_run(tmp_path):
-    for name in ("outputs/a", "outputs/b", "runs/c"):
-        folder = tmp_path / name
-        folder.mkdir(parents=True)
-        start_loggers(folder, max_steps=9, wandb=OFF, run_config={}, console=plain_console()).close()
-    assert (tmp_path / "outputs" / "latest").resolve() == tmp_path / "outputs" / "b"
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["c"]
-    start_loggers(tmp_path / "outputs/latest", max_steps=9, wandb=OFF, run_config={}, console=plain_console()).close()
-    assert (tmp_path / "outputs" / "latest").resolve() == tmp_path / "outputs" / "b"
-
-
 def test_all_loggers_are_closed_after_a_failure(tmp_path, monkeypatch):
     exit_codes = []
 
