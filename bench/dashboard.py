@@ -44,7 +44,7 @@ class DashboardSettings:
     project: str | None = None
     """wandb.project of the runs; by default WANDB_PROJECT, or gpt2-flash."""
     entity: str | None = None
-    """User or team that owns the project; by default WANDB_ENTITY, or that of the account."""
+    """User or team that owns the project; by default WANDB_ENTITY, or the account's default."""
     group: str | None = None
     """Only the runs of this wandb.group; for a sweep, the name of its folder."""
     out: str = "outputs/dashboard.json"

@@ -6,7 +6,7 @@ Examples:
 
 `speed` is the plain case's time over the feature's; the two are sampled in turn. `kept` is the share of the 128 x 128
 blocks under the diagonal that a pattern keeps or a window touches. Errors are relative to fp64 in the Frobenius norm,
-beside those of torch's flash backend, for normal inputs, scores up to 1e4, and queries that see a single key.
+beside the errors of torch's flash backend. The inputs are normal, give scores up to 1e4, or let queries see one key.
 """
 
 import statistics

@@ -1,4 +1,4 @@
-"""The settings of a resumed run: those of the checkpoint, with those of the command line on top."""
+"""The settings of a resumed run: the checkpoint gives them, and the command line overrides them."""
 
 import json
 import os
@@ -18,11 +18,11 @@ from trainer.checkpoint.files import State
 from trainer.checkpoint.load import of_this_version
 from trainer.distributed.world import is_of_submitit, started
 
-PLACES = ("checkpoint.resume", "checkpoint.dir")  # where a run lies, which is no part of its recipe
+PLACES = ("checkpoint.resume", "checkpoint.dir")  # The place of a run is not part of its recipe.
 
 
 def resumed_settings(config: Config, state: State) -> Config:
-    """Return the settings of a checkpoint, with those of the command line on top.
+    """Return the settings of a checkpoint, overridden by the settings on the command line.
 
     `config` is composed from the command line alone. A group choice such as model=gpt2 gives all settings of its group.
     """
@@ -75,7 +75,7 @@ def _keys_of_choice(group: str, choice: str) -> Iterator[str]:
 
 
 def changed_settings(before: State, after: State) -> dict[str, list]:
-    """Return what two runs' settings differ in: [before, after] by key. Where the run lies does not count."""
+    """Return the settings that differ between two runs, [before, after] by key. The places of a run do not count."""
     before, after = flat(before), flat(after)
     shared = (key for key in after if key in before or key.startswith("attention."))
     return {key: [before.get(key), after[key]] for key in shared if before.get(key) != after[key] and key not in PLACES}

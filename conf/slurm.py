@@ -1,4 +1,4 @@
-"""What a sweep on Slurm prints when its jobs are queued. conf/config.yaml names this class, and Hydra calls it."""
+"""The job ids and log files that a sweep on Slurm prints. conf/config.yaml names this class, and Hydra calls it."""
 
 from functools import wraps
 

@@ -13,7 +13,7 @@ NAMED = 3  # examples of each reason to skip
 def real_files(
     places: Iterable[Path], endings: tuple[str, ...], without: Collection[str] = ()
 ) -> tuple[list[Path], dict[str, list[Path]]]:
-    """Return the files with one of `endings` at or below `places`, sorted, and by reason those that were skipped.
+    """Return the files with one of `endings` at or below `places`, sorted, and the skipped files by reason.
 
     Follow symbolic links, but take each file and folder once. Skip hidden files and folders below the places, and
     folders called as in `without`, which are not recorded. A link to nothing is returned, for its reader to refuse.

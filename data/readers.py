@@ -57,7 +57,7 @@ class Row(NamedTuple):
     share: float
     checksum: int
     bad: tuple[str, ...] = ()
-    """What is wrong with it, if it is skipped."""
+    """The problems of the row, if the row is skipped."""
 
 
 class Document(NamedTuple):

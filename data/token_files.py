@@ -49,7 +49,7 @@ def has_files(folder: Path) -> bool:
 class TokenWriter(AbstractContextManager):
     """Write train.bin and val.bin in `folder`/unfinished, so that a killed process can be continued.
 
-    `settings` are those that the files depend on. Each `save` makes the tokens so far durable. The next process cuts
+    The files depend on `settings`. Each `save` makes the tokens so far durable. The next process cuts
     off tokens written after the last `save`. `finish` moves the files to `folder`, meta.json last.
 
     Raises:

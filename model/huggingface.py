@@ -163,7 +163,7 @@ def save_pretrained(config: ModelConfig, weights: dict[str, Tensor], folder: Pat
 def save_tokenizer(tokens: list[bytes], eot: int, context_length: int, folder: Path) -> None:
     """Write a byte-level BPE as AutoTokenizer.from_pretrained reads it.
 
-    `tokens` are the bytes of all tokens, first all single bytes, then in the order in which BPE merges them. `eot` is
+    `tokens` are the bytes of all tokens: first the single bytes, then the others in the order of BPE's merges. `eot` is
     the end-of-text token, whose bytes do not matter.
     """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]

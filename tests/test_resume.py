@@ -1,4 +1,4 @@
-"""The settings of a resumed run: those of its checkpoint, and what the command line changes of them."""
+"""The settings of a resumed run: the checkpoint gives them, and the command line changes them."""
 
 import os
 import re

@@ -97,7 +97,7 @@ def score(
 ) -> dict[str, float]:
     """Return the model's metrics on `tokens` (n,), in `batch` windows at a time, with a progress bar on a terminal.
 
-    The perplexity per word, which white space separates, can be compared with that of word-level models.
+    White space separates words. Compare the perplexity per word with word-level models.
     """
     if len(tokens) < 2:
         raise UserError(f"{name} holds {len(tokens)} tokens, and an evaluation needs 2; prepare more text")

@@ -23,7 +23,7 @@ def check_graphs(settings: TrainConfig, compute: Compute) -> None:
 def are_graphs_wanted(settings: TrainConfig, compute: Compute) -> bool:
     """Return whether to capture micro-steps: train.cuda_graphs, or if that is null, whether graphs can help.
 
-    After the first step, the GPU must have as much memory free as the step took, because graphs keep theirs and
+    After the first step, the GPU must have the memory of a second step free, because graphs keep their memory and
     evaluation needs its own. Full checkpointing and uncompiled models may draw random numbers that a graph cannot hold.
     """
     if settings.cuda_graphs is not None:

@@ -1,4 +1,4 @@
-"""What a run says if memory runs out: what did not fit, and which settings need less."""
+"""Messages about memory: the sizes that did not fit, and the settings that need less."""
 
 import math
 import re
@@ -31,7 +31,7 @@ def explaining_out_of_memory(model: nn.Module, settings: TrainConfig, compute: C
 def out_of_memory(reason: str, model: nn.Module, settings: TrainConfig, compute: Compute) -> str:
     """Return a sentence about training steps that did not fit. `reason` is torch's message.
 
-    Its remedies begin with those that leave the optimizer step as it is.
+    The first remedies leave the optimizer step as it is.
     """
     device, world = compute.device, compute.world
     peak = f" at a peak of {torch.cuda.max_memory_allocated(device) / GIB:.1f} GiB" if device.type == "cuda" else ""

@@ -44,7 +44,7 @@ class TrainState:
     def state_dict(self) -> State:
         """Return everything as plain values and tensors. All processes call this together.
 
-        Sharded tensors are this process's part. The random states are those of all processes.
+        Sharded tensors are this process's part. It holds the random states of all processes.
         """
         weights = self.model.state_dict()  # first, because FSDP then frees the parameters that it gathered
         names = {parameter: name for name, parameter in self.model.named_parameters()}
@@ -77,7 +77,7 @@ class TrainState:
         if state["scaler"]:  # only runs in fp16 have one
             self.scaler.load_state_dict(state["scaler"])
         self.loader.load_state_dict(state["loader"])
-        for key in NUMBERS:  # the conversion refuses what is no number
+        for key in NUMBERS:  # The conversion refuses other values than numbers.
             setattr(self, key, type(getattr(self, key))(state[key]))
         self.norms = [float(norm) for norm in self.norms]
         self.resumed_from, rank = len(state["rng"]), self.world.rank

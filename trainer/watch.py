@@ -28,8 +28,11 @@ OVERFLOWS = 40  # fp16 overflows in a row, starting from a loss scale of 2^16; b
 
 @dataclass
 class Watch:
-    """Judges every step of a run by its loss and gradient norm, and writes records of bad steps to `folder`. All
-    processes see the same numbers and judge alike; the first one writes. `tell` prints one line for the user."""
+    """Judges every step of a run by its loss and gradient norm, and writes records of bad steps to `folder`.
+
+    All processes see the same numbers and judge in the same way; the first one writes. `tell` prints one line for the
+    user.
+    """
 
     state: TrainState
     settings: TrainConfig

@@ -42,7 +42,7 @@ class Truth(NamedTuple):
     yardstick: list[float]
 
     def allowed(self, variant: str) -> list[float]:
-        """Return the largest relative errors at which a variant is right."""
+        """Return the largest relative errors that a correct variant may have."""
         factor, eps = FACTORS.get(variant, FACTOR), torch.finfo(torch.float32).eps
         # Math attention may be exact. A gradient that vanishes still has rounding errors.
         rounding = [10 if is_zero(exact) else 2 * eps for exact in self.exact]

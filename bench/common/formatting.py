@@ -13,7 +13,7 @@ def table(header: Sequence[str], lines: Sequence[Sequence[str]], left: int = 1) 
 
 
 def rounded(x: float, decimals: int = 2, to_whole: Callable[[float], int] = round) -> str:
-    """Return x with this number of decimals, or with as many as two significant digits need."""
+    """Return x with this number of decimals, or with more if two significant digits need them."""
     if x > 0:
         decimals = max(decimals, 1 - math.floor(math.log10(x)))
     return f"{to_whole(10**decimals * x) / 10**decimals:,.{decimals}f}"

@@ -2,8 +2,8 @@
 
 - A sample is about 5 ms of calls (20 calls at most) between two CUDA events.
 - The GPU spins before the first event while the host queues the calls. This hides launch cost, as in a training step
-  whose host runs ahead of the GPU. The spin lasts 1.2 times as long as the host needed during warm-up.
-- Variants that are compared take their samples in turn, so that a drifting clock affects all of them alike.
+  whose host runs ahead of the GPU. The spin lasts 1.2 times the host's time during warm-up.
+- Compared variants take their samples in alternation, so that a drifting clock affects all variants equally.
 """
 
 import gc

@@ -1,4 +1,4 @@
-"""The attentions of the tables by name: those of bench.attention and model.attention, and two baselines of the papers.
+"""The attentions of the tables by name: variants of bench.attention and model.attention, and two papers' baselines.
 
 B batch, T sequence length, H heads, D head size.
 """

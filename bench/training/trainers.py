@@ -61,7 +61,7 @@ class TrainingCell:
         return replace(shape, context_length=self.context_length, vocab_size=VOCABULARY)
 
     def sizes(self) -> dict[str, int]:
-        """Return the sizes that all trainers name alike."""
+        """Return the sizes that have the same name in all trainers."""
         return {key: getattr(self.shape(), key) for key in ("n_layer", "n_head", "n_embd")}
 
 

@@ -36,7 +36,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *options) -> tuple[Tensor, Tensor]:
     """Run Algorithm 1: q (B, T, H, D), k and v (B, S, G, D) -> O (B, T, H, D) in q's dtype, logsumexp (B, H, T).
 
     The logsumexp L = m + log(l) is natural, in fp32, or fp64 for fp64 inputs. A query that sees no key gives O = 0 and
-    L = -inf. Dropout acts on P after its row sum. The options are those of Options.
+    L = -inf. Dropout acts on P after its row sum. `options` are the fields of Options.
     """
     options = Options(*options)
     dropout_p, numbers = options.dropout_p, options.numbers

@@ -1,6 +1,6 @@
 """Matrix products on Hopper with tanh-GELU or its gradient in their epilogue; see kernels/hopper/product.py.
 
-GELU needs no passes over memory of its own. The forward pass also saves the slope, most of which it computes anyway,
+GELU needs no passes over memory of its own. The forward pass computes most of the slope anyway, and saves the slope
 unless memory is short (KEEP_OUTPUT is False). The epilogue adds the bias: read at the start of a product, it would hold
 up both multiplying warpgroups, by 2 % of the forward pass at a depth of 2,048.
 

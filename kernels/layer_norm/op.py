@@ -54,7 +54,7 @@ def normalise(
 ) -> tuple[Tensor, Tensor]:
     """Return x and its LayerNorm, both (..., C) in x's dtype. Use the returned x instead of x from then on.
 
-    One kernel then computes LayerNorm's gradient and adds it to that of the returned x. x (..., C), weight (C,) and
+    One kernel then computes LayerNorm's gradient and adds the gradient of the returned x. x (..., C), weight (C,) and
     bias (C,) have floating dtypes. The computation is in fp32, or fp64 for fp64 x, whether or not autocast is on.
 
     added_bias (C,) is a bias that x already contains and that got no gradient there (kernels.linear). Its gradient, the

@@ -20,10 +20,10 @@ from kernels.layer_norm import definition
 
 WIDEST = 8192  # columns that fit into a program's registers
 ELEMENTS = 4096  # of a tile, which has at least one row
-PER_THREAD = 32  # elements of a thread; the forward pass has twice as many
-# Forward: rows up to SHORT columns have tiles of at least FORWARD_ROWS rows, longer ones FORWARD_PROGRAMS programs, so
-# that several rows share a program's loads of weight and bias. On an H200 in 16 bits these are among the fastest of
-# about a hundred choices: widths of 768, 1024, 2048 and 2560 take 9, 2, 2 and 14 % more than a copy.
+PER_THREAD = 32  # elements of a thread; twice this number in the forward pass
+# Several rows of the forward pass share a program's loads of weight and bias. Rows of up to SHORT columns have tiles of
+# at least FORWARD_ROWS rows. Longer rows have FORWARD_PROGRAMS programs. On an H200 in 16 bits these values are among
+# the fastest of about a hundred choices: widths of 768, 1024, 2048 and 2560 take 9, 2, 2 and 14 % more than a copy.
 FORWARD_ROWS, FORWARD_PROGRAMS, SHORT = 4, 4 * 132, 2048
 PROGRAMS = 2 * 132  # of the backward: on an H200 in 16 bits, within 2 % of the time of a copy
 STAGES, LARGEST_STAGE = 3, 3 * 8192  # bytes of three tiles, two of which fit into the shared memory of any GPU

@@ -20,7 +20,7 @@ def visible(seq_q: int, seq_k: int, device: torch.device) -> Tensor:
 
 
 def same_document(q: Tensor, k: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return (B, T, T) boolean, True for two tokens of the same document. Errors are those of check_documents."""
+    """Return (B, T, T) boolean, True for two tokens of the same document. Raises like check_documents."""
     check_documents(q, k, cu_seqlens)
     batch, seq_len = q.shape[:2]
     token = torch.arange(batch * seq_len, dtype=cu_seqlens.dtype, device=cu_seqlens.device)

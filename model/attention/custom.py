@@ -1,4 +1,4 @@
-"""Kernels of others: the user's own, named on the command line as module:function, and those of other libraries.
+"""Kernels of others: a user's function, named on the command line as module:function, and kernels of other libraries.
 
 Each library is imported at its first call: torch's flex_attention takes seconds, and the others may be missing.
 """
@@ -62,7 +62,7 @@ class Custom(Attention):
 
 
 def _misfit(function: Callable, keywords: set[str]) -> str | None:
-    """Return why a function cannot be called with q, k, v and these keywords; None if it can, or if nobody knows."""
+    """Return why a function does not accept q, k, v and these keywords; None if it does, or if Python cannot tell."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # Python knows no signatures of some compiled functions

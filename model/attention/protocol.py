@@ -21,7 +21,7 @@ class Attention:
     remedy = "choose another attention"
     """The advice to the user after a refusal."""
     matrix: Tensor | None = None
-    """What the variant reads from a file, which belongs into checkpoints."""
+    """The matrix that the variant reads from a file, if any. Checkpoints store it."""
 
     def __call__(
         self,

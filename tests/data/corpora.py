@@ -61,5 +61,5 @@ def write_corpus(folder):
 
 
 def invalid_utf8():
-    """Return parquet strings, the third of which is not valid UTF-8."""
+    """Return parquet strings. The third one is not valid UTF-8."""
     return pa.array([b"a", b"b", b"\xff", b"d"]).view(pa.string())

@@ -93,7 +93,7 @@ def stopped_at_row_45_of_b(tmp_path, monkeypatch):
 
 
 def test_progress_survives_a_change_to_what_was_not_read_yet(tmp_path, monkeypatch):
-    """The bad row is mended and becomes longer, and a row of the next file changes."""
+    """The bad row is fixed and becomes longer, and a row of the next file changes."""
     config = stopped_at_row_45_of_b(tmp_path, monkeypatch)
     rewritten("Document 94 ", '"Longer than before: ')(tmp_path / "in")
     write_jsonl(tmp_path / "in" / "c.jsonl", ["another", *TEXTS[111:150]])

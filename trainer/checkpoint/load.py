@@ -52,7 +52,7 @@ def load_resumed(settings: CheckpointConfig, output: Path, is_given: bool) -> St
     """Return the checkpoint that checkpoint.resume names, or None.
 
     `is_given` says that the folder `output` is the same at the next start. The processes have not joined yet, because
-    the settings by which they join are in the checkpoint.
+    the checkpoint holds the settings for joining.
     """
     source, folder, is_first = settings.resume, settings.folder(output), started()[0] == 0
     if source != "auto" and restarts() and is_first:

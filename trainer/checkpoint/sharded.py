@@ -1,4 +1,4 @@
-"""Checkpoints of sharded weights: folders, to which each process writes its part beside training.
+"""Checkpoints of sharded weights. A checkpoint is a folder, and each process writes its part beside training.
 
     step-00000100/part-00000.safetensors    the weights and moments that process 0 holds, with their places
     step-00000100/rest.pt                   everything else, in the format of files.py, and each part's SHA-256
