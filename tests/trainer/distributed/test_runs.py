@@ -276,7 +276,7 @@ def test_a_killed_process_is_started_again_and_nothing_is_lost(runs):
     job = torchrun(2, several.__file__, f"killed {each_2}", options=(*SINGLE_NODE, "--max-restarts=1"))
     _, err = ended(job)
     assert job.returncode == 0, err
-    assert "Signal 9 (SIGKILL)" in err or "exitcode: -9" in err, err
+    # Only a kill leads to a restart. torchrun's log names the process that it found dead first, perhaps the other one.
     assert "continuing after step 3," in (runs / "killed" / "out.txt").read_text()
     assert_same_curve(runs / "killed", runs / "alone")
     assert sorted(path.name for path in (runs / "kept").iterdir()) == ["best", "step-00000004", "step-00000006"]
