@@ -83,7 +83,7 @@ def load_function(name: str, key: str = "function") -> Callable[..., Tensor]:
         sys.path.append(os.getcwd())  # last, so that a file of the user does not hide a module of this repository
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # A script without a `__main__` guard may call sys.exit.
         if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
             raise UserError(
                 f"{key}={name}: Python finds no module {error.name}; run from its folder or add it to PYTHONPATH"

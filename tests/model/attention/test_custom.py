@@ -106,6 +106,7 @@ def modules(tmp_path, monkeypatch) -> Path:
     """The current folder, with a module of kernels and two that cannot be imported."""
     (tmp_path / "my_kernels.py").write_text(KERNEL)
     (tmp_path / "broken.py").write_text("1 / 0\n")
+    (tmp_path / "exiting.py").write_text("raise SystemExit(3)\n")
     (tmp_path / "needy.py").write_text("import a_package_that_is_missing\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -137,6 +138,7 @@ def test_a_function_of_the_current_folder_is_attention():
         ("my_kernels:atention", "module my_kernels has no atention; my_kernels has attention, without_scale"),
         ("my_kernels:number", "is a int, not a function"),
         ("broken:attention", "importing broken fails .ZeroDivisionError: division by zero.; fix the module"),
+        ("exiting:attention", "importing exiting fails .SystemExit: 3.; fix the module"),
         ("needy:attention", "importing needy fails .ModuleNotFoundError: No module named 'a_package_that_is_missing'"),
     ],
 )
