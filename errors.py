@@ -30,11 +30,16 @@ def check_range(key: str, value: float | None, low: float, high: float | None = 
     """Refuse a number that is below `low`, above `high`, infinite or NaN. None is accepted."""
     if value is not None and not (low <= value < math.inf and (high is None or value <= high)):
         upper = "" if high is None else f" and at most {high}"
-        raise UserError(f"{key}={value} must be at least {low}{upper}")
+        raise UserError(f"{key}={value} is out of range; give at least {low}{upper}")
+
+
+def problem_of(error: UserError) -> str:
+    """Return the sentence of an error without its remedy, for a program whose remedy is another."""
+    return str(error).rpartition("; ")[0] or str(error)
 
 
 class _Output(io.FileIO):
-    """A standard stream that discards what is written after its reader has ended, as `head` does, or its terminal."""
+    """A standard stream that discards output after its reader (such as `head`) or its terminal has ended."""
 
     def __init__(self, descriptor: int):
         super().__init__(descriptor, "w", closefd=False)
@@ -53,7 +58,7 @@ def guard_output() -> None:
     """Let stdout and stderr escape characters that they cannot encode, and outlive their readers."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream and stream is getattr(sys, f"__{name}__"):  # not a test's, or one that is closed or guarded
+        if stream and stream is getattr(sys, f"__{name}__"):  # not replaced by a test, closed, or guarded already
             buffer = io.BufferedWriter(_Output(stream.fileno()))
             options = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
             setattr(sys, name, io.TextIOWrapper(buffer, stream.encoding, "backslashreplace", **options))

@@ -74,7 +74,7 @@ def launch(run: Callable[[Any], None], config_name: str, literal: str | None = N
             raise
         _refuse(sentence or explain(error))  # Hydra raises ValueError and others for some overrides.
     if process_launcher.failed_jobs:
-        refuse(f"jobs of the sweep failed: {', '.join(process_launcher.failed_jobs)}")
+        refuse(f"jobs of the sweep failed ({', '.join(process_launcher.failed_jobs)}); see their errors above")
 
 
 def _print_version() -> None:
@@ -83,9 +83,9 @@ def _print_version() -> None:
 
 
 def _quoted(argument: str) -> str:
-    """Return key=text as an override whose value is the text itself. With ++, a job of a sweep does not quote it again.
+    """Return key=text as an override whose value is exactly `text`, without OmegaConf's expansion of ${...}.
 
-    OmegaConf would expand ${...} in it.
+    The prefix ++ marks it as quoted, so that a job of a sweep does not quote it again.
     """
     key, _, text = argument.partition("=")
     escaped = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
@@ -93,18 +93,18 @@ def _quoted(argument: str) -> str:
 
 
 def _with_home(text: str) -> str:
-    """Return `text`, a value or an argument key=value, with the home folder for each ~ that begins a path."""
+    """Return `text` with each ~ at the start of a path expanded. `text` is a value or an argument key=value."""
     return HOME.sub(lambda match: match[1] + os.path.expanduser("~"), text)
 
 
 def to_typed(config: DictConfig, literal: str | None = None) -> Any:
-    """Return the dataclass of `config`, with ~ expanded in all texts except the setting `literal`."""
+    """Return `config` as its dataclass, with ~ expanded in all texts except the setting `literal`."""
     _check_values(config, literal)
     return OmegaConf.to_object(config)
 
 
 def _check_values(node: DictConfig, literal: str | None, prefix: str = "") -> None:
-    """Refuse what the dataclass of `node` cannot hold, and replace ~ in all texts except the setting `literal`."""
+    """Refuse values that the dataclass of `node` cannot hold, and expand ~ in all texts except `literal`."""
     known = {field.name: field.type for field in fields(OmegaConf.get_type(node))}
     for key in node:
         if key not in known:
@@ -162,7 +162,7 @@ def _remove_if_empty(folder: Path) -> None:
 def _refuse(sentence: str) -> NoReturn:
     """Print the sentence and exit, once for all processes that torchrun started.
 
-    torchrun adds a report of the processes that failed. This is the first one alone, with the sentence.
+    torchrun adds a report of the failed processes. Only the first one is in the report, with the sentence.
     """
     rank, size = started()
     if rank:

@@ -1,9 +1,12 @@
-"""One sentence, with the remedy, for each error that a user can fix."""
+"""The sentence to print, problem and remedy, for each error that a user can fix."""
 
 import difflib
 import errno
 import shlex
 from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from inspect import formatannotation
+from typing import get_args
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
@@ -24,7 +27,8 @@ def sentence_of(error: Exception) -> str | None:
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, OSError) and (error.filename or error.errno in FAILING_DISK):
-        return f"{error.filename or 'the disk'}: {error.strerror}; make room or choose another place: {PLACES}"
+        path = error.filename or "the disk"
+        return f"{path} cannot be used ({error.strerror}); make room, or choose another place: {PLACES}"
     if is_of_memory(error):
         device = "GPU memory" if is_of_gpu_memory(error) else "memory"
         return (
@@ -41,9 +45,9 @@ def explain(error: Exception) -> str:
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
     key = str(cause.full_key or cause.key) if isinstance(cause, OmegaConfBaseException) else ""
     if isinstance(cause, MissingMandatoryValue):
-        return f"{key} has no value; give it as {key}=..."
+        return f"{key} has no value; give {key}=..."
     if isinstance(cause, ValidationError):
-        return f"{key}: {_one_line(cause)}; see conf/schema.py and the dataclasses that it imports"
+        return _wrong_type(key, cause)
     if key and isinstance(cause, (AttributeError, KeyError)):
         parent = cause.parent_node
         if isinstance(parent, DictConfig) and key.startswith("attention.") and "name" in parent:
@@ -56,15 +60,27 @@ def explain(error: Exception) -> str:
         reason = _one_line(error)
         if reason.startswith("Lexer"):
             reason = "a character of the value needs quotes"
-        return f"{error.override}: {reason}; {SYNTAX}{_or_as_text(error.override)}"
+        return f"{error.override} cannot be read ({reason}); {SYNTAX}{_or_as_text(error.override)}"
     line = _one_line(error)
     if 'not detect "srun"' in line:
         return f"{line.removesuffix('?')}; start this command on a Slurm cluster, or without hydra/launcher=slurm"
     if line.startswith("Ambiguous value"):
         key, _, values = line[line.index("'") + 1 : line.rindex("'")].partition("=")
         text = _or_as_text(f"{key}={values}")
-        return f"{line}; add -m to run one job per value, or write a list as '{key}=[{values}]'{text}"
+        return (
+            f"{key}={values} is ambiguous; add -m to run one job per value, or write a list as '{key}=[{values}]'{text}"
+        )
     return f"{line}; {SYNTAX}"
+
+
+def _wrong_type(key: str, error: ValidationError) -> str:
+    """Return the sentence for a value that the dataclass of its key cannot hold. The dataclass names the type."""
+    known = {field.name: field.type for field in fields(error.object_type)} if is_dataclass(error.object_type) else {}
+    kind = known.get(error.key) or next(iter(get_args(error.ref_type)), str)  # of the items of a list
+    if is_dataclass(kind):
+        return f"{key} is a group; set its keys, {key}.KEY=..."
+    value = "null" if error.value is None else error.value
+    return f"{key}={value} has the wrong type; give a value of type {formatannotation(kind)}"
 
 
 def _or_as_text(override: str) -> str:
@@ -74,10 +90,14 @@ def _or_as_text(override: str) -> str:
 
 
 def unknown_setting(key: str, known: list[str], meant: Sequence[str] = ()) -> str:
-    """Return the sentence for an unknown key. `known` are the keys of its group, `meant` the same name in others."""
+    """Return the sentence for an unknown key.
+
+    `known` are the keys of its group. `meant` are keys of other groups that have the same name.
+    """
     group, _, name = key.rpartition(".")
     suggestion = f" (did you mean {' or '.join(meant)}?)" if meant else _suggestion(name, known)
-    return f"{key} is not a setting{suggestion}; {group or 'the configuration'} has {', '.join(known)}"
+    among = f"choose among the keys of {group}:" if group else "choose among"
+    return f"{key} is not a setting{suggestion}; {among} {', '.join(known)}"
 
 
 def _unknown_choice(error: MissingConfigException) -> str:

@@ -78,9 +78,11 @@ class SampleConfig(ComputeConfig):
         for key, low in (("num_samples", 1), ("max_tokens", 1), ("temperature", 0)):
             check_range(key, getattr(self, key), low)
         if self.top_k is not None and self.top_k < 1:
-            raise UserError(f"top_k={self.top_k} must be at least 1, or null for all tokens")
+            raise UserError(f"top_k={self.top_k} is out of range; give at least 1, or null for all tokens")
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise UserError(f"top_p={self.top_p} must be above 0 and at most 1, or null for all tokens")
+            raise UserError(
+                f"top_p={self.top_p} is out of range; give a number above 0 and at most 1, or null for all tokens"
+            )
 
 
 @dataclass

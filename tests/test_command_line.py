@@ -19,7 +19,7 @@ REFUSALS = {
     "misspelt nested key": ("train.max_step=5", ["train.max_step", "did you mean max_steps?"]),
     "unknown top-level key": ("trian.max_steps=5", ["trian", "did you mean train?"]),
     "unknown top-level key without a like": ("colour=red", ["colour", "attention, model, data"]),
-    "wrong type": ("model.n_layer=abc", ["model.n_layer", "abc", "nteger"]),
+    "wrong type": ("model.n_layer=abc", ["model.n_layer", "abc", "give a value of type int"]),
     "wrong boolean": ("train.compile=maybe", ["train.compile", "maybe", "bool"]),
     "missing token file": ("data.dir=nowhere", ["nowhere/train.bin does not exist", "set data.dir"]),
     "batch that does not divide": (
@@ -41,7 +41,7 @@ REFUSALS = {
     ),
     "head size of another attention": (
         "attention=flash2 model.n_embd=16",
-        ["attention=flash2", "head sizes from 16", "attention=sdpa"],
+        ["attention=flash2", "which takes 16 to 256", "attention=sdpa"],
     ),
     "width that does not divide": ("model.n_embd=33", ["model.n_embd=33", "model.n_head=2"]),
     "a number of 20 digits": (f"train.max_steps={10**20}", [f"train.max_steps={10**20}", "64 bits"]),
@@ -209,7 +209,7 @@ def test_torchruns_report_of_the_failed_processes_ends_with_the_sentence(workpla
     run("train.py", *TINY, "model.n_head=3")
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file="report.json")
     *_, sentence, _ = str(ChildFailedError("train.py", {0: failure})).splitlines()
-    assert "model.n_embd=32 does not divide into model.n_head=3" in sentence
+    assert "model.n_embd=32 is not a multiple of model.n_head=3; give a multiple, such as 33" in sentence
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_torchruns_report_of_the_failed_processes_ends_with_the_sentence(workpla
     [
         ("batch_size=4", "batch_size is not a setting (did you mean train.batch_size?)"),
         ("attention=naive,sdpa", "add -m to run one job per value"),
-        ("train.compile=maybe", "Value 'maybe' is not a valid bool"),
+        ("train.compile=maybe", "train.compile=maybe has the wrong type; give a value of type bool | None"),
     ],
     ids=["no group", "no -m", "no bool"],
 )

@@ -21,7 +21,7 @@ EACH_5 = ("train.max_steps=20", "checkpoint.interval=5", "checkpoint.dir=kept")
 
 
 def fill_disk_at(monkeypatch, *names: str) -> None:
-    """The disk is full whenever a checkpoint of one of these names is written."""
+    """Let the disk be full whenever a checkpoint with one of these names is written."""
     write = single.write_file
 
     def write_on_a_full_disk(path, state):
@@ -67,7 +67,7 @@ def test_a_file_that_cannot_be_read_is_told_in_one_sentence(workplace, monkeypat
 
     monkeypatch.setattr("data.tokens.open_tokens", refuses)
     outcome = train("run")
-    assert outcome.code == 2 and outcome.err.startswith("error: tokens/train.bin: Permission denied; ")
+    assert outcome.code == 2 and outcome.err.startswith("error: tokens/train.bin cannot be used (Permission denied); ")
     assert "tokens to data.dir=..." in outcome.err and len(outcome.err.splitlines()) == 1
     assert not Path("run").exists() or os.listdir("run") == []
 
@@ -110,7 +110,7 @@ CUDA_ERROR = "CUDA out of memory. Tried to allocate 9 GiB. GPU 0 has a total cap
     ],
 )
 def test_a_machine_without_the_memory_is_told_in_a_sentence(workplace, monkeypatch, method, error, begins):
-    """Of a step, of the host; of what comes before the steps, of the GPU too."""
+    """A step runs out of host memory, and the set-up before the steps runs out of host or GPU memory."""
 
     def refuse(*_, **__):
         raise error

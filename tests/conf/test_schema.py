@@ -154,18 +154,27 @@ def test_an_unknown_key_or_a_wrong_type_is_refused(override):
     ("override", "sentence"),
     [
         ("attention.name=sdpa", "attention.name=sdpa contradicts attention=flash2; choose a variant with"),
-        ("model.n_head=5", "model.n_embd=128 does not divide into model.n_head=5"),
+        ("model.n_head=5", "model.n_embd=128 is not a multiple of model.n_head=5; give a multiple, such as 130"),
         ("data.val_fraction=0", "data.val_fraction=0"),
         ("optimizer.beta1=1", "optimizer.beta1=1"),
         ("precision.name=fp8", "precision.name=fp8 is unknown"),
-        ("train.max_steps=0", "train.max_steps=0 must be at least 1"),
-        ("train.seed=-1", "train.seed=-1 must be at least 0"),
-        ("train.timeout_s=1000000000000000", "train.timeout_s=1000000000000000 must be at least 1 and at most"),
-        ("train.seed=99999999999", "train.seed=99999999999 must be at least 0 and at most 4294967295"),
-        ("model.n_layer=99999", "model.n_layer=99999 must be at least 1 and at most 10000"),
-        ("train.batch_size=1000000000000", "train.batch_size=1000000000000 must be at least 1 and at most"),
-        ("train.grad_accumulation=1000000000000", "an optimizer step of 8000000000000 sequences is more than"),
-        ("checkpoint.keep=0", "checkpoint.keep=0 must be at least 1"),
+        ("train.max_steps=0", "train.max_steps=0 is out of range; give at least 1"),
+        ("train.seed=-1", "train.seed=-1 is out of range; give at least 0"),
+        (
+            "train.timeout_s=1000000000000000",
+            "train.timeout_s=1000000000000000 is out of range; give at least 1 and at most",
+        ),
+        ("train.seed=99999999999", "train.seed=99999999999 is out of range; give at least 0 and at most 4294967295"),
+        ("model.n_layer=99999", "model.n_layer=99999 is out of range; give at least 1 and at most 10000"),
+        (
+            "train.batch_size=1000000000000",
+            "train.batch_size=1000000000000 is out of range; give at least 1 and at most",
+        ),
+        (
+            "train.grad_accumulation=1000000000000",
+            "train.batch_size=8 in 1000000000000 micro-steps makes 8000000000000 sequences",
+        ),
+        ("checkpoint.keep=0", "checkpoint.keep=0 is out of range; give at least 1"),
         ("wandb.mode=on", "wandb.mode"),
     ],
 )
@@ -177,15 +186,15 @@ def test_an_impossible_value_on_the_command_line_is_refused_in_our_words(overrid
 @pytest.mark.parametrize("key", ["batch_size", "max_steps", "eval_interval", "eval_tokens", "log_interval"])
 @pytest.mark.parametrize("value", [0, -1])
 def test_the_loop_needs_at_least_one_of_each(key, value):
-    with pytest.raises(UserError, match=f"train.{key}={value} must be at least 1"):
+    with pytest.raises(UserError, match=f"train.{key}={value} is out of range; give at least 1"):
         TrainConfig(**{key: value})
 
 
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"grad_accumulation": 0}, "train.grad_accumulation=0 must be at least 1"),
-        ({"sample_tokens": -1}, "train.sample_tokens=-1 must be at least 0"),
+        ({"grad_accumulation": 0}, "train.grad_accumulation=0 is out of range; give at least 1"),
+        ({"sample_tokens": -1}, "train.sample_tokens=-1 is out of range; give at least 0"),
         (
             {"batch_size": 16, "global_batch_size": 32, "grad_accumulation": 3},
             "makes 2 micro-steps, not train.grad_accumulation=3",
@@ -226,7 +235,7 @@ def test_a_global_batch_that_does_not_divide_is_refused_with_one_that_does(whole
     ("settings", "sentence"),
     [
         ({"name": "sdpa", "backend": "xformers"}, "attention.backend=xformers is unknown; choose one of auto, .*cudnn"),
-        ({"name": "local", "window": 0}, "attention.window=0 must be at least 1"),
+        ({"name": "local", "window": 0}, "attention.window=0 is out of range; give at least 1"),
     ],
 )
 def test_an_impossible_attention_is_refused(settings, sentence):
@@ -254,13 +263,13 @@ def test_an_impossible_logger_is_refused(settings, key):
     ids=str,
 )
 def test_an_impossible_sample_is_refused(key, value):
-    with pytest.raises(UserError, match=f"{key}={value} must be"):
+    with pytest.raises(UserError, match=f"{key}={value} is out of range; give"):
         SampleConfig(checkpoint="somewhere", **{key: value})
 
 
 @pytest.mark.parametrize("key", ["context_length", "stride", "batch_size"])
 def test_an_impossible_evaluation_is_refused(key):
-    with pytest.raises(UserError, match=f"{key}=0 must be at least 1"):
+    with pytest.raises(UserError, match=f"{key}=0 is out of range; give at least 1"):
         EvaluateConfig(checkpoint="somewhere", **{key: 0})
 
 

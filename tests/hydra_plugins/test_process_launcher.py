@@ -86,7 +86,7 @@ def test_jobs_are_processes_that_know_their_sweep_and_one_that_fails_does_not_st
     assert sweep.out.splitlines() == ["job 1 of 2: seed=3", "job 2 of 2: seed=4"]
     assert sweep.code == 2 and sweep.err.splitlines() == [
         "error: job 1 of 2 (seed=3) failed with exit status 3",
-        "error: jobs of the sweep failed: 0",
+        "error: jobs of the sweep failed (0); see their errors above",
     ]
     alone = [probe(*words[1:], literal="prompt", stand_in="")[0].ok().out for _, words in jobs]
     assert alone == ["1, ${x} = 'é' 3 0 a True\n", "1, ${x} = 'é' 4 1 a True\n"]
@@ -118,7 +118,7 @@ def test_a_sweep_prints_the_output_of_each_job_and_ends_with_its_report(workplac
     assert lines[0].startswith("GPT-2 of ") and lines[-1] == "report of the sweep in sweep,1/report.html"
     assert ended.code == 2 and ended.err.splitlines()[1:] == [
         "error: job 1 of 2 (model.n_head=3) failed with exit status 2",
-        "error: jobs of the sweep failed: 0_flash2",
+        "error: jobs of the sweep failed (0_flash2); see their errors above",
     ]
     page = Path("sweep,1/report.html").read_text()
     data = re.search(r'<script type="application/json" id="data">(.*)</script>', page)[1]
@@ -136,7 +136,7 @@ def refused(*overrides: str) -> str:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        ("-m hydra.launcher.nproc_per_node=0", ["hydra.launcher.nproc_per_node=0 must be at least 1"]),
+        ("-m hydra.launcher.nproc_per_node=0", ["hydra.launcher.nproc_per_node=0 is out of range; give at least 1"]),
         ("-m hydra.launcher.nproc_per_node=two", ["hydra.launcher.nproc_per_node", "two"]),
         ("hydra.launcher.nproc_per_node=2", ["needs -m", "torchrun --nproc_per_node=2"]),
         ("-m model=gpt2,gpt3", ["model=gpt3 is unknown"]),
