@@ -15,8 +15,8 @@ def real_files(
 ) -> tuple[list[Path], dict[str, list[Path]]]:
     """Return the files with one of `endings` at or below `places`, sorted, and the skipped files by reason.
 
-    Follow symbolic links, but take each file and folder once. Skip hidden files and folders below the places, and
-    folders called as in `without`, which are not recorded. A link to nothing is returned, for its reader to refuse.
+    Follow symbolic links, but take each file and folder once. Skip hidden files and folders below the places. Also skip
+    folders whose names are in `without`; these are not recorded. Return broken links too: their reader refuses them.
     """
     files, skipped, visited, seen = [], defaultdict(list), set(), set()
 

@@ -46,10 +46,10 @@ def download(config: DataConfig, log: Callable[[str], None]) -> list[Path]:
         log(f"downloading {config.hub_id} at {config.hub_revision}")
         return snapshot()
     except Exception as error:  # the hub's client raises a dozen types for a bad name or no network
-        if is_cached:  # file names without numbers, so the cache cannot be proved complete
+        if is_cached:  # The file names have no numbers, so the cache may be incomplete.
             log(f"the hub does not answer; using the {len(files)} files of {config.hub_id} in its cache")
             return files
         raise UserError(
-            f"{config.hub_id} is not in the hub's cache and cannot be downloaded ({described(error)}); set data.source "
-            "to a copy of its files, or HF_HOME (and HF_HUB_OFFLINE=1) to a complete cache"
+            f"data.hub_id={config.hub_id} is not in the hub's cache and cannot be downloaded ({described(error)}); set "
+            "data.source to a copy of its files, or HF_HOME (and HF_HUB_OFFLINE=1) to a complete cache"
         ) from error

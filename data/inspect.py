@@ -45,8 +45,10 @@ def first_documents(tokens: np.ndarray, tokenizer: Tokenizer) -> list[str]:
         document = document[document != tokenizer.eot]
         shown = document[:SHOWN_TOKENS].tolist()
         if max(shown, default=0) >= tokenizer.vocab_size:
-            problem = f"holds the token {max(shown)}, outside the {tokenizer.name} tokenizer's vocabulary"
-            raise UserError(f"document {number} {problem}; set the data.tokenizer that the files were made with")
+            raise UserError(
+                f"train.bin holds token {max(shown)} in document {number}, and the {tokenizer.name} tokenizer has "
+                f"{tokenizer.vocab_size} tokens; set the data.tokenizer that the files were made with"
+            )
         texts.append(repr(tokenizer.decode(shown)) + (" ..." if len(document) > SHOWN_TOKENS else ""))
         start += length
     return texts
@@ -60,8 +62,9 @@ def _verify(folder: Path) -> str:
         path = folder / f"{split}.bin"
         found, promised = checksum(path)[:16], meta["sha256"][path.name][:16]
         if found != promised:
-            problem = f"its SHA-256 is {found}..., its meta.json promises {promised}..."
-            raise UserError(f"{path} was damaged or changed: {problem}; prepare it again")
+            raise UserError(
+                f"{path} has the SHA-256 {found}..., but its meta.json promises {promised}...; prepare it again"
+            )
     return "SHA-256 as in meta.json"
 
 

@@ -61,8 +61,9 @@ class TrainLoader(AbstractContextManager):
     """Endless training batches, prepared by a background thread `prefetch` batches ahead.
 
     `tokens` is uint16 (n,), usually a memory map. Messages call it `name`. A batch depends only on the seed and on the
-    number of windows that all processes took before, the state to save. Each of the `ranks` processes takes its own B
-    of the next B * ranks windows. `agree(act)` returns act() and raises any process's UserError in all of them.
+    number of windows that all processes took before. That number is the state to save. Each of the `ranks` processes
+    takes its own B of the next B * ranks windows. `agree(act)` returns act(), and if act raises a UserError in one
+    process, it raises that error in all of them.
     """
 
     def __init__(
@@ -143,9 +144,9 @@ class TrainLoader(AbstractContextManager):
         for key, setting in settings.items():
             if (mine := self.state_dict()[key]) != state[key]:
                 raise UserError(
-                    f"the checkpoint's batches were drawn with {key}={state[key]}, this run has {mine}; "
-                    f"set {setting} as it was, or start a new run from its weights with model.pretrained=CHECKPOINT in "
-                    "place of checkpoint.resume"
+                    f"{setting} gives this run {key}={mine}, but the checkpoint's batches were drawn with "
+                    f"{key}={state[key]}; set {setting} as it was, or start a new run from its weights with "
+                    "model.pretrained=CHECKPOINT in place of checkpoint.resume"
                 )
         if not (isinstance(state["position"], int) and state["position"] >= 0):
             raise ValueError(f"position={state['position']}")
@@ -226,7 +227,7 @@ def check_length(tokens: np.ndarray, context_length: int, name: str) -> None:
     if len(tokens) <= context_length:
         raise UserError(
             f"{name} holds {len(tokens)} tokens, but one window takes {context_length + 1}; "
-            "set a smaller model.context_length or use more text"
+            "set a smaller model.context_length, or use more text"
         )
 
 
@@ -241,8 +242,8 @@ def gather(tokens: np.ndarray, starts: list[int], context_length: int, vocab_siz
         rows, columns = np.nonzero(windows >= vocab_size)
         index = int((np.array(starts)[rows] + columns).min())
         raise DataError(
-            f"{name} holds the token {tokens[index]} at byte {index * tokens.itemsize}, outside the vocabulary of "
-            f"{vocab_size}; set the data.tokenizer that the file was made with, or prepare the file again"
+            f"{name} holds token {tokens[index]} at byte {index * tokens.itemsize}, but the vocabulary has "
+            f"{vocab_size} tokens; set the data.tokenizer that the file was made with, or prepare the file again"
         )
     return torch.from_numpy(np.stack((windows[:, :-1], windows[:, 1:])).astype(np.int64))
 

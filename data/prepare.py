@@ -15,7 +15,7 @@ from data.config import HELD_OUT_DOCUMENTS, HELD_OUT_TOKENS, DataConfig
 from data.readers import BadRow, Corpus, Document, Position, find_files
 from data.token_files import SPLITS, TokenWriter, differences, has_files, publish, read_meta
 from data.tokenizers import Tokenizer, get_tokenizer
-from errors import UserError
+from errors import UserError, problem_of
 
 BATCH_CHARACTERS = 2**19
 BATCH_DOCUMENTS = 1024
@@ -69,8 +69,10 @@ def prepare(config: DataConfig, *, log: Log = print) -> None:
         if writer.position:
             writer.position = Position(*writer.position)
             if not corpus.is_unchanged(writer.position):
-                problem = f"{writer.scratch} was begun with other files or rows before those still to read"
-                raise UserError(f"{problem}; put them back, delete it, or choose another data.dir")
+                raise UserError(
+                    f"{writer.scratch} was begun with other files or rows than those before its place to continue; "
+                    "put the files back, delete that folder, or choose another data.dir"
+                )
             log(f"continuing after {_tally(writer)}")
         documents = corpus.documents(writer.position, rows)
         encode = partial(_encode, tokenizer=tokenizer, held_out=held_out, skip=config.on_bad_row == "skip")
@@ -95,7 +97,7 @@ def source_files(config: DataConfig, log: Log) -> list[Path]:
     if config.source:
         return find_files(config.source, log)
     if config.hub_id is None:
-        raise UserError("data.source is not set; give a file, a folder or a glob of text files")
+        raise UserError("data.source=null names no text; give a file, a folder or a glob of text files")
     from data.hub import download  # slow to import
 
     return download(config, log)
@@ -125,7 +127,7 @@ def _is_prepared(folder: Path, settings: dict) -> bool:
     if meta is None:
         return False
     if differing := differences(meta["source"], settings):
-        raise UserError(f"{folder} was prepared with {differing}; choose another data.dir or delete it")
+        raise UserError(f"{folder} was prepared with {differing}; choose another data.dir, or delete that folder")
     return has_files(folder)
 
 
@@ -133,8 +135,9 @@ def _check_documents(config: DataConfig, total: int) -> None:
     """Raise UserError if a hub corpus does not have the known number of documents."""
     if config.source is None and config.expected_documents not in (None, total):
         raise UserError(
-            f"{config.hub_id} has {total:,} documents, but revision {config.hub_revision} has "
-            f"{config.expected_documents:,}; delete its files in the hub's cache, and prepare it again"
+            f"data.hub_id={config.hub_id} has {total:,} documents in the hub's cache, but "
+            f"{config.expected_documents:,} in revision {config.hub_revision}; delete its files in the cache, and "
+            "prepare it again"
         )
 
 
@@ -187,7 +190,7 @@ def _encode(batch: list[Document], tokenizer: Tokenizer, held_out: np.ndarray | 
             try:
                 parts[split].append(tokenizer.encode_document(document.text))
             except UserError as error:
-                row = BadRow(document.place, f"cannot be encoded ({error})")
+                row = BadRow(document.place, f"cannot be encoded ({problem_of(error)})")
                 if not skip:
                     raise row from error
                 bad.append(row.summary)

@@ -44,7 +44,7 @@ class Position(NamedTuple):
     checksum: int
     """CRC-32 of the rows before it in the file, or a parquet file's size."""
     name: str
-    """Of the file."""
+    """Name of the file."""
     before: str
     """Hash of the names and sizes of the files before it."""
 
@@ -79,8 +79,10 @@ class Document(NamedTuple):
     """Bytes of input read so far."""
 
 
-def find_files(source: str, log: Callable[[str], None]) -> list[Path]:
-    """Return the readable files of `source` (a file, folder or glob), sorted. Log what is skipped.
+def find_files(source: str, log: Callable[[str], None], key: str = "data.source") -> list[Path]:
+    """Return the readable files of `source` (a file, folder or glob), sorted. Log which files are skipped.
+
+    `key` is the setting that messages name.
 
     Raises:
         UserError: no file matches.
@@ -92,9 +94,9 @@ def find_files(source: str, log: Callable[[str], None]) -> list[Path]:
     note = f"skipped {describe(skipped)}" if skipped else "nothing skipped"
     if not files:
         endings = ", ".join(ENDINGS)
-        raise UserError(f"data.source={source} matches no file that ends in {endings} ({note}); set another one")
+        raise UserError(f"{key}={source} matches no file that ends in {endings} ({note}); set another {key}")
     if skipped:
-        log(f"data.source={source}: {len(files):,} files; {note}")
+        log(f"{key}={source}: {len(files):,} files; {note}")
     return files
 
 
@@ -108,7 +110,7 @@ class Corpus:
         self.splits = [None if config.val_files is None else split for _, split in chosen]
         for split, pattern in patterns.items():
             if config.val_files is not None and split not in self.splits:
-                raise UserError(f"data.{split}_files={pattern} matches no file; set it, or another data.source")
+                raise UserError(f"data.{split}_files={pattern} matches no file; set another pattern or data.source")
         self.sizes, self.hashes = [], [hashlib.sha256().hexdigest()]
         """Bytes of each file, and hashes of the names and sizes of the first 0, 1, ... all files."""
         names_and_sizes = hashlib.sha256()
@@ -236,13 +238,19 @@ def _named(path: Path, row: Callable[[], int] = lambda: 1) -> Iterator[None]:
         raise UserError(f"{path} cannot be read from row {row()} on ({error}); fix or remove it") from error
 
 
+def columns_of(path: Path) -> list[str]:
+    """Return the names of a parquet file's columns."""
+    with _named(path):
+        return pq.read_schema(path).names
+
+
 def _read_parquet(path: Path, column: str, first: int) -> Iterator[tuple[pa.Scalar, float, int]]:
     """Yield the values of `column` from row `first` on, with Row's share and checksum."""
     size = path.stat().st_size
     with pq.ParquetFile(path) as file:
         columns = file.schema_arrow.names
         if column not in columns:
-            raise UserError(f"{path} has no column {column}; set data.text_column to one of {', '.join(columns)}")
+            raise UserError(f"data.text_column={column} is not in {path}; set one of {', '.join(columns)}")
         number = 0
         for group in range(file.num_row_groups):
             if number + (rows := file.metadata.row_group(group).num_rows) <= first:

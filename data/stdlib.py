@@ -20,7 +20,8 @@ SKIPPED_FOLDERS = {"test", "tests", "idlelib", "site-packages", "dist-packages",
 def build(config: DataConfig) -> None:
     """Tokenize the standard library into `config.dir`, one document per file.
 
-    Do nothing if the same Python already did so with the same settings. Raise UserError if it holds another corpus.
+    Do nothing if the same Python already did so with the same settings. Raise UserError if the folder holds another
+    corpus.
     """
     folder = Path(config.dir).expanduser()
     files = source_files()
@@ -28,7 +29,7 @@ def build(config: DataConfig) -> None:
     source |= {"val_fraction": config.val_fraction, "split_seed": config.split_seed}
     meta = read_meta(folder)
     if meta and meta["source"].get("name") != "stdlib":
-        raise UserError(f"{folder} holds another corpus than the standard library; choose another data.dir")
+        raise UserError(f"data.dir={folder} holds another corpus than the standard library; choose another folder")
     if meta and meta["source"] == source and meta["tokenizer"] == config.tokenizer and has_files(folder):
         return
     tokenizer = get_tokenizer(config.tokenizer, ", or data.tokenizer=byte")

@@ -59,7 +59,7 @@ class TokenWriter(AbstractContextManager):
 
     def __init__(self, folder: Path, settings: dict):
         if read_meta(folder) is None and any((folder / f"{split}.bin").exists() for split in SPLITS):
-            raise UserError(f"{folder} holds token files without a meta.json; choose another data.dir or delete them")
+            raise UserError(f"{folder} holds token files without a meta.json; delete them, or choose another data.dir")
         self.folder, self.scratch, self.settings = folder, folder / "unfinished", settings
         self.counts = {split: {"tokens": 0, "documents": 0} for split in SPLITS}
         self.position: Sequence | None = None
@@ -71,11 +71,11 @@ class TokenWriter(AbstractContextManager):
         try:
             self._lock.acquire(timeout=0)
         except Timeout as error:
-            raise UserError(f"another process writes to {self.scratch}; wait for it, or stop it") from error
+            raise UserError(f"{self.scratch} is in use by another process; wait for it, or stop it") from error
         if (saved := self.scratch / "progress.json").exists():
             progress = json.loads(saved.read_text(encoding="utf-8"))
             if differing := differences(progress["settings"], settings):
-                remedy = "finish that first, delete it, or choose another data.dir"
+                remedy = "finish that preparation, delete its folder, or choose another data.dir"
                 raise UserError(f"{self.scratch} was begun with {differing}; {remedy}")
             self.counts, self.position = progress["counts"], progress["position"]
             self.skipped, self.bad_rows = progress["skipped"], progress["bad_rows"]
@@ -85,7 +85,7 @@ class TokenWriter(AbstractContextManager):
         file = open(self.scratch / f"{split}.bin", "ab")  # noqa: SIM115 (closed by `close`)
         size = self.counts[split]["tokens"] * DTYPE.itemsize
         if file.tell() < size:
-            raise UserError(f"{file.name} holds {file.tell()} bytes of the {size} written; delete {self.scratch}")
+            raise UserError(f"{file.name} has {file.tell()} of the {size} bytes written; delete {self.scratch}")
         file.truncate(size)
         return file
 
@@ -153,7 +153,7 @@ class TokenWriter(AbstractContextManager):
         shutil.rmtree(self.scratch)
         total = self.total("documents")
         if not total:
-            bad = f" ({len(self.bad_rows)} bad rows; {self.bad_rows[0]})" if self.bad_rows else ""
+            bad = f" ({len(self.bad_rows)} bad rows, the first: {self.bad_rows[0]})" if self.bad_rows else ""
             raise UserError(f"the corpus holds no text{bad}; set data.source or data.text_column to text")
         empty = "val" if self.counts["train"]["documents"] else "train"
         raise UserError(f"none of the {total} documents is for {empty}.bin; set data.val_files or data.val_fraction")

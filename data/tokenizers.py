@@ -122,7 +122,8 @@ def get_tokenizer(name: str, alternative: str = "") -> Tokenizer:
     """Return the tokenizer called `name`.
 
     Raises:
-        UserError: the name is unknown, or the vocabulary cannot be loaded, which `alternative` remedies as well.
+        UserError: the name is unknown, or the vocabulary cannot be loaded. The message then ends with `alternative`,
+            another remedy.
     """
     tokenizer = _tokenizer_class(name)
     try:

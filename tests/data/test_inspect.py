@@ -42,7 +42,9 @@ def test_a_damaged_file_is_refused(corpus, tmp_path):
     content = bytearray(path.read_bytes())
     content[0] ^= 1
     path.write_bytes(content)
-    with pytest.raises(UserError, match=r"val\.bin was damaged or changed: its SHA-256 is .*; prepare it again"):
+    with pytest.raises(
+        UserError, match=r"val\.bin has the SHA-256 .*, but its meta\.json promises .*; prepare it again"
+    ):
         inspect(corpus, log=lambda line: None)
 
 
@@ -56,5 +58,5 @@ def test_files_without_a_description_are_inspected_too(corpus, tmp_path):
 def test_tokens_of_another_tokenizer_are_refused(corpus, tmp_path):
     (tmp_path / "corpus" / "meta.json").unlink()
     np.array([1, 2, 60000], dtype="<u2").tofile(tmp_path / "corpus" / "train.bin")
-    with pytest.raises(UserError, match="document 1 holds the token 60000, outside the byte tokenizer's vocabulary"):
+    with pytest.raises(UserError, match="train.bin holds token 60000 in document 1, and the byte tokenizer has 257"):
         inspect(corpus, log=lambda line: None)

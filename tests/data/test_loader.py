@@ -110,9 +110,9 @@ def test_several_processes_read_the_same_windows_as_one(ranks):
 @pytest.mark.parametrize(
     ("change", "count", "message"),
     [
-        ({"seed": 2}, 200, r"seed=1, this run has 2; set train\.seed"),
-        ({"context_length": 4}, 200, r"context_length=8, this run has 4; set model\.context_length"),
-        ({}, 300, r"tokens=200, this run has 300; set data\.dir"),
+        ({"seed": 2}, 200, r"train\.seed gives this run seed=2, but .* seed=1; set train\.seed"),
+        ({"context_length": 4}, 200, r"context_length=4, but .* context_length=8; set model\.context_length"),
+        ({}, 300, r"data\.dir gives this run tokens=300, but .* tokens=200; set data\.dir"),
     ],
     ids=["seed", "context length", "token count"],
 )
@@ -130,13 +130,13 @@ def test_a_token_outside_the_vocabulary_names_file_and_byte():
     tokens[[61, 62]] = 60000
     with loader_of(tokens, batch_size=12) as loader:
         for _ in range(2):  # asking again does not step over it
-            with pytest.raises(UserError, match=r"train\.bin holds the token 60000 at byte 122, outside .* 50257"):
+            with pytest.raises(UserError, match=r"train\.bin holds token 60000 at byte 122, but .* has 50257 tokens"):
                 loader.next_batch()
         assert loader.state_dict()["position"] == 0
     batches = validation_batches(
         tokens, batch_size=2, context_length=8, max_tokens=100, device=CPU, vocab_size=50257, name="val.bin"
     )
-    with pytest.raises(UserError, match=r"val\.bin holds the token 60000 at byte 122"):
+    with pytest.raises(UserError, match=r"val\.bin holds token 60000 at byte 122"):
         list(batches)
 
 

@@ -139,7 +139,7 @@ def test_a_wrong_number_of_documents_of_a_hub_corpus_is_refused(tmp_path, monkey
     (tmp_path / "snapshot").mkdir()
     write_parquet(tmp_path / "snapshot" / "a.parquet", TEXTS)
     offline(monkeypatch, tmp_path / "snapshot")
-    with pytest.raises(UserError, match="a/b has 300 documents, but revision c has 301; delete"):
+    with pytest.raises(UserError, match="a/b has 300 documents in the hub's cache, but 301 in revision c; delete"):
         prepare(config, log=lambda line: None)
     assert not (tmp_path / "out" / "train.bin").exists()
 
@@ -228,7 +228,10 @@ def test_a_file_that_disappears_is_named(tmp_path):
     ("write", "message"),
     [
         (lambda folder: None, r"data\.source=.* matches no file"),
-        (lambda folder: write_parquet(folder / "a.parquet", TEXTS, "body"), r"a\.parquet has no column text.*body, id"),
+        (
+            lambda folder: write_parquet(folder / "a.parquet", TEXTS, "body"),
+            r"data\.text_column=text is not in .*a\.parquet; set one of body, id",
+        ),
         (lambda folder: write_parquet(folder / "a.parquet", [1, 2]), r"a\.parquet row 1 holds int in text"),
         (broken("a.parquet", b"PAR1 and nothing more"), r"a\.parquet cannot be read from row 1 on"),
         (broken("a.jsonl", b'{"text": "a"}\n{"text": \n'), r"a\.jsonl row 2 is not JSON.*or set data.on_bad_row=skip"),
@@ -307,14 +310,14 @@ def test_bad_rows_are_skipped_counted_and_listed(tmp_path):
 def test_a_corpus_of_bad_rows_is_refused_with_the_first(tmp_path):
     config = config_of(tmp_path, on_bad_row="skip")
     (tmp_path / "in" / "a.jsonl").write_bytes(b"\n".join(BAD_LINES))
-    with pytest.raises(UserError, match=r"holds no text \(5 bad rows; .*a\.jsonl row 1 is not JSON"):
+    with pytest.raises(UserError, match=r"holds no text \(5 bad rows, the first: .*a\.jsonl row 1 is not JSON"):
         prepare(config, log=lambda line: None)
 
 
 def test_other_corpora_need_no_preparation(tmp_path):
     with pytest.raises(UserError, match="data=tokens needs no preparation"):
         prepare(config_of(tmp_path, name="tokens"))
-    with pytest.raises(UserError, match=r"data\.source is not set"):
+    with pytest.raises(UserError, match=r"data\.source=null names no text; give a file"):
         prepare(config_of(tmp_path, source=None))
 
 

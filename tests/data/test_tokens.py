@@ -189,14 +189,17 @@ def test_unfinished_files_of_other_settings_are_refused_and_kept(tmp_path):
     with TokenWriter(tmp_path, SETTINGS) as writer:
         writer.position = [0, 0]
         writer.save()
-    with pytest.raises(UserError, match="was begun with name=text, not name=other; finish that first"):
+    with pytest.raises(UserError, match="was begun with name=text, not name=other; finish that preparation"):
         TokenWriter(tmp_path, {"name": "other"})
     with TokenWriter(tmp_path, SETTINGS) as writer:
         assert writer.position == [0, 0]
 
 
 def test_two_processes_do_not_write_the_same_files(tmp_path):
-    with TokenWriter(tmp_path, SETTINGS), pytest.raises(UserError, match="another process writes to"):
+    with (
+        TokenWriter(tmp_path, SETTINGS),
+        pytest.raises(UserError, match="unfinished is in use by another process; wait"),
+    ):
         TokenWriter(tmp_path, SETTINGS)
 
 
