@@ -44,7 +44,7 @@ class ModelConfig:
     n_layer: int = 12
     """Transformer blocks."""
     n_head: int = 12
-    """Attention heads; n_embd must be a multiple."""
+    """Attention heads; n_embd must be a multiple of n_head."""
     n_embd: int = 768
     """Width of the residual stream."""
     context_length: int = 1024
@@ -55,16 +55,19 @@ class ModelConfig:
     """Dropout rate in training of embeddings, attention probabilities and residual branches, in [0, 1)."""
     pretrained: str | None = None
     """Weights to start from: a Hugging Face GPT-2, as a folder with model.safetensors or as a hub id such as gpt2, or a
-    checkpoint or run of this trainer. The model takes their shape, except context_length, which may be shorter, and
-    dropout."""
+    checkpoint or run of this trainer. The model takes the shape of these weights, but keeps its own dropout and its own
+    context_length, which may be shorter."""
 
     def __post_init__(self):
         for key, largest in LARGEST.items():
             check_range(f"model.{key}", getattr(self, key), 1, largest)
         if self.n_embd % self.n_head:
-            raise UserError(f"model.n_embd={self.n_embd} does not divide into model.n_head={self.n_head} heads")
+            raise UserError(
+                f"model.n_embd={self.n_embd} is not a multiple of model.n_head={self.n_head}; give a multiple, such as "
+                f"{max(1, round(self.n_embd / self.n_head)) * self.n_head}"
+            )
         if not 0 <= self.dropout < 1:
-            raise UserError(f"model.dropout={self.dropout} must be at least 0 and below 1")
+            raise UserError(f"model.dropout={self.dropout} is out of range; give at least 0 and below 1")
 
     @property
     def head_dim(self) -> int:

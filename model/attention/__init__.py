@@ -45,7 +45,10 @@ def restore_attention(recorded: Mapping[str, object], function: str | None) -> A
     """
     config = VARIANTS.get(recorded["name"])
     if config is None:
-        raise UserError(f"the record names attention={recorded['name']}, which this version does not have")
+        raise UserError(
+            f"attention={recorded['name']} of the record is unknown to this version; use the version that wrote the "
+            "record"
+        )
     own = config(**{field.name: recorded[field.name] for field in fields(config) if field.name in recorded})
     if isinstance(own, CustomConfig) and own.function != function:
         raise UserError(

@@ -86,13 +86,14 @@ def load_function(name: str, key: str = "function") -> Callable[..., Tensor]:
     except (Exception, SystemExit) as error:  # A script without a `__main__` guard may call sys.exit.
         if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
             raise UserError(
-                f"{key}={name}: Python finds no module {error.name}; run from its folder or add it to PYTHONPATH"
+                f"{key}={name} names module {error.name}, which Python does not find; run from its folder or add that "
+                "folder to PYTHONPATH"
             ) from error
-        raise UserError(f"{key}={name}: importing {module_name} fails ({described(error)}); fix the module") from error
+        raise UserError(f"{key}={name} cannot be imported ({described(error)}); fix the module") from error
     if not hasattr(module, function_name):
         own = [name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
-        known = f"{module_name} has {', '.join(own)}" if own else f"define it in {module.__file__}"
-        raise UserError(f"{key}={name}: module {module_name} has no {function_name}; {known}")
+        remedy = f"choose among {', '.join(own)}" if own else f"define it in {module.__file__}"
+        raise UserError(f"{key}={name} names {function_name}, which module {module_name} does not have; {remedy}")
     function = getattr(module, function_name)
     if not callable(function):
         raise UserError(f"{key}={name} is a {type(function).__name__}, not a function; name a function")

@@ -65,8 +65,8 @@ class FusedSoftmax(Exact):
     def check_length(self, context_length: int) -> None:
         if context_length > LONGEST_ROW:
             raise UserError(
-                f"a context of {context_length} tokens exceeds the {LONGEST_ROW} keys of attention=fused_softmax, "
-                "which holds a row of scores on chip; choose attention=flash2 or a shorter context"
+                f"attention=fused_softmax holds a row of at most {LONGEST_ROW} scores on chip, and the context has "
+                f"{context_length} tokens; choose attention=flash2 or a shorter context"
             )
 
 

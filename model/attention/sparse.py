@@ -23,7 +23,7 @@ class Local(Attention):
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **options) -> Tensor:
         if not causal and q.shape[1] > 1:  # a single query is the last token, which looks back anyway
-            raise ValueError("attention=local looks back from each token and has to be causal; use attention=flash2")
+            raise ValueError("causal=False does not suit attention=local, which looks back only; use attention=flash2")
         return flash2(q, k, v, causal=True, window=self.window, deterministic=self.deterministic, **options)
 
     def kept_share(self, seq_len: int) -> float:
@@ -55,7 +55,7 @@ class BlockSparse(Attention):
             seen = self.blocks(seq_k)[-1].repeat_interleave(BLOCK)[:seq_k].to(q.device)
             return flash2(q, k[:, seen], v[:, seen], causal=False, **options)
         if seq_q != seq_k:
-            raise ValueError("attention=block_sparse needs as many queries as keys, or one; use attention=flash2")
+            raise ValueError("attention=block_sparse takes one query, or as many queries as keys; use attention=flash2")
         kind = causal, cu_seqlens is not None, seq_q % BLOCK != 0
         blocks = Listed(self.lists(seq_q, q.device, *kind), *kind)
         return flash2(q, k, v, causal=causal, cu_seqlens=cu_seqlens, blocks=blocks, **options)
@@ -82,12 +82,12 @@ class BlockSparse(Attention):
         if len(blocks) < n:
             raise UserError(
                 f"attention.pattern={self.pattern} has {len(blocks)} blocks of {BLOCK} tokens, but {context_length} "
-                f"tokens need {n}; give a larger pattern or a shorter model.context_length"
+                f"tokens need {n}; give a larger pattern or a shorter context"
             )
         if empty := [row for row in range(n) if not blocks[row, : row + 1].any()]:
             raise UserError(
-                f"attention.pattern={self.pattern} keeps no block up to the diagonal in row {empty[0]}, whose tokens "
-                "would see nothing; keep at least the diagonal"
+                f"attention.pattern={self.pattern} keeps no block up to the diagonal in row {empty[0]}, so the tokens "
+                "of the row would see nothing; keep at least the diagonal"
             )
 
 

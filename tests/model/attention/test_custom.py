@@ -133,13 +133,19 @@ def test_a_function_of_the_current_folder_is_attention():
     [
         ("my_kernels", "function=my_kernels is not module:function; write for example function=my_module:my_attention"),
         ("my_kernels:", "is not module:function"),
-        ("nowhere:attention", "finds no module nowhere; run from its folder or add it to PYTHONPATH"),
-        ("nowhere.at.all:attention", "no module nowhere"),
-        ("my_kernels:atention", "module my_kernels has no atention; my_kernels has attention, without_scale"),
+        (
+            "nowhere:attention",
+            "names module nowhere, which Python does not find; run from its folder or add that folder to PYTHONPATH",
+        ),
+        ("nowhere.at.all:attention", "names module nowhere, which"),
+        (
+            "my_kernels:atention",
+            "names atention, which module my_kernels does not have; choose among attention, without_scale",
+        ),
         ("my_kernels:number", "is a int, not a function"),
-        ("broken:attention", "importing broken fails .ZeroDivisionError: division by zero.; fix the module"),
-        ("exiting:attention", "importing exiting fails .SystemExit: 3.; fix the module"),
-        ("needy:attention", "importing needy fails .ModuleNotFoundError: No module named 'a_package_that_is_missing'"),
+        ("broken:attention", "cannot be imported .ZeroDivisionError: division by zero.; fix the module"),
+        ("exiting:attention", "cannot be imported .SystemExit: 3.; fix the module"),
+        ("needy:attention", "cannot be imported .ModuleNotFoundError: No module named 'a_package_that_is_missing'"),
     ],
 )
 def test_a_name_that_leads_to_no_function_is_refused(name, message):

@@ -55,7 +55,9 @@ def test_a_config_is_written_as_on_the_command_line():
 def test_a_record_of_an_older_version_is_restored_without_settings_of_other_variants():
     recorded = {"name": "local", "backend": "auto", "window": 9, "pattern": None, "deterministic": False}
     assert restore_attention(recorded, None) == VARIANTS["local"](window=9)
-    with pytest.raises(UserError, match="attention=flash9, which this version does not have"):
+    with pytest.raises(
+        UserError, match="attention=flash9 of the record is unknown to this version; use the version that"
+    ):
         restore_attention({"name": "flash9"}, None)
 
 

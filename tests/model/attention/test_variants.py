@@ -232,7 +232,9 @@ def test_patterns_that_do_not_fit_are_refused(tmp_path, contents, message):
         check_attention(config, **options)
 
 
-@pytest.mark.parametrize(("name", "said"), [("local", "has to be causal"), ("block_sparse", "as many queries as keys")])
+@pytest.mark.parametrize(
+    ("name", "said"), [("local", "causal=False does not suit"), ("block_sparse", "as many queries as keys")]
+)
 def test_sparse_variants_refuse_what_they_cannot_do(name, said):
     q, k, v, _ = draw(Case(seq_q=63, seq_k=100), "cpu")
     with pytest.raises(ValueError, match=f"{said}.*use attention=flash2"):
@@ -278,10 +280,12 @@ def test_a_variant_that_cannot_run_is_refused_before_training():
     check_attention(Flash2Config(), **options)
     with pytest.raises(UserError, match="attention.backend=cudnn cannot run on cpu"):
         check_attention(SdpaConfig(backend="cudnn"), **options)
-    with pytest.raises(UserError, match="head sizes from 16 to 256, not 512"):
+    with pytest.raises(UserError, match="head_dim=512 does not suit flash2, which takes 16 to 256"):
         check_attention(Flash2Config(), **{**options, "head_dim": 512})
     check_attention(FusedSoftmaxConfig(), **{**options, "context_length": 16384})
-    with pytest.raises(UserError, match="16385 tokens exceeds the 16384 keys of .*attention=flash2"):
+    with pytest.raises(
+        UserError, match="attention=fused_softmax .* at most 16384 scores .* 16385 tokens; choose attention=flash2"
+    ):
         check_attention(FusedSoftmaxConfig(), **{**options, "context_length": 16385})
 
 
