@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from conf.cli import launch, output_dir
 from conf.schema import Config, ReplayConfig
 from data.tokens import open_tokens
-from errors import UserError
+from errors import UserError, problem_of
 from model.attention import restore_attention
 from train import micro_step, train_step
 from trainer.build import build_loader, compile_model, fix_randomness
@@ -45,7 +45,11 @@ def replay(config: ReplayConfig) -> None:
     model.to(compute.device)
     with build_loader(settings.train, tokens, model.config, compute) as loader:
         state = TrainState(model, build_optimizer(model, settings.optimizer), compute.grad_scaler(), loader, tokenizer)
-        loader.load_state_dict(recorded["loader"])
+        try:
+            loader.load_state_dict(recorded["loader"])
+        except UserError as error:
+            remedy = "restore the data of the run, or give a checkpoint of the run"
+            raise UserError(f"record={config.record} does not fit: {problem_of(error)}; {remedy}") from error
         if recorded["scaler"]:
             state.scaler.load_state_dict(recorded["scaler"])
         compiled = compile_model(model, settings.train, compute)

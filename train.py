@@ -46,7 +46,7 @@ from trainer.watch import Watch
 
 
 def main(config: Config) -> None:
-    """Join the processes that torchrun or Slurm started, and train. A resumed run has its checkpoint's settings."""
+    """Join the processes that torchrun or Slurm started, and train. A resumed run takes its checkpoint's settings."""
     resumed = load_resumed(config.checkpoint, output_dir(), is_output_dir_given())
     if resumed:
         config = resumed_settings(config, resumed)

@@ -1,1 +1,1 @@
-"""What the loop of train.py leans on: optimizer, checkpoints, precision, FLOPs, meters and loggers."""
+"""The parts of train.py's loop: optimizer, checkpoints, precision, FLOPs, meters and loggers."""

@@ -31,20 +31,21 @@ class TrainConfig:
     eval_interval: int = 200
     """Steps between two evaluations. The last step is evaluated too."""
     eval_tokens: int = 65536
-    """Validation tokens of an evaluation, always the same; best a multiple of batch_size times context_length."""
+    """Validation tokens of an evaluation, always the same; preferably a multiple of batch_size times context_length."""
     log_interval: int = 25
     """Steps between two rows of metrics."""
     seed: int = 1337
     """Seed of the weights, the order of the data and dropout."""
     compile: bool | None = None
-    """torch.compile the model. null is true on a GPU, and false on a CPU, where compiling outlasts a short run."""
+    """torch.compile the model. null is true on a GPU and false on a CPU: there, compiling takes longer than a short
+    run."""
     cuda_graphs: bool | None = None
-    """Run micro-steps as CUDA graphs, which is faster if micro-batches are small. null is true on a GPU for a compiled
-    model in one process without full activation checkpointing, if the GPU has as much memory free as a step takes."""
+    """Run micro-steps as CUDA graphs, which is faster if micro-batches are small. null is true for a compiled model on
+    a GPU, in one process and without full activation checkpointing, if the free GPU memory holds a second step."""
     activation_checkpointing: str = "none"
-    """What the backward pass recomputes instead of storing it. none; selective: the output of GELU, which saves a
-    quarter of the activations for about 1 % of the time; full: whole blocks except their attention, for several times
-    the context or batch in the same memory."""
+    """What the backward pass recomputes instead of storing. none: nothing. selective: the output of GELU; this saves a
+    quarter of the activations and takes about 1 % more time. full: whole blocks except their attention; the same
+    memory then holds several times the context or batch."""
     deterministic: bool = False
     """Use only deterministic kernels, so that a resumed run on a GPU repeats bit for bit; slower."""
     on_nan: str = "stop"
@@ -59,7 +60,7 @@ class TrainConfig:
     """For parallel=fsdp and hsdp: free a block's gathered weights after its forward pass and gather them again for its
     backward pass. false is faster and needs memory for all weights in the dtype of the matrix products."""
     timeout_s: int = 600
-    """Seconds that one of several processes waits for another, also while that one writes a checkpoint."""
+    """Seconds that a process waits for the other processes, also while one of them writes a checkpoint."""
 
     def __post_init__(self):
         for key, bounds in BOUNDS.items():
@@ -67,13 +68,14 @@ class TrainConfig:
         check_choice("train.on_nan", self.on_nan, ("stop", "skip"))
         check_choice("train.activation_checkpointing", self.activation_checkpointing, CHECKPOINTING)
         if self.spike_factor is not None and not self.spike_factor > 1:
-            raise UserError(f"train.spike_factor={self.spike_factor} must be above 1, or null")
+            raise UserError(f"train.spike_factor={self.spike_factor} is not above 1; give a larger number, or null")
         if self.global_batch_size is not None:
             self._check_global_batch()
         if self.sequences > LARGEST_STEP:
             raise UserError(
-                f"an optimizer step of {self.sequences} sequences is more than {LARGEST_STEP}; lower "
-                "train.grad_accumulation or train.global_batch_size"
+                f"train.batch_size={self.batch_size} in {self.micro_steps} micro-steps makes {self.sequences} "
+                f"sequences per optimizer step, and the most is {LARGEST_STEP}; lower train.grad_accumulation or "
+                "train.global_batch_size"
             )
 
     def _check_global_batch(self) -> None:
@@ -110,7 +112,7 @@ class TrainConfig:
         mine, rest = divmod(self.sequences, processes)
         if rest or not mine:
             raise UserError(
-                f"the global batch of {self.sequences} sequences does not divide among {processes} processes; set "
+                f"train.global_batch_size={self.sequences} does not divide among {processes} processes; set "
                 f"train.global_batch_size={max(1, round(self.sequences / processes)) * processes} and a "
                 "train.batch_size that divides it"
             )

@@ -67,9 +67,12 @@ def window_sizes(context_length: int | None, stride: int | None, longest: int) -
     context = longest if context_length is None else context_length
     stride = context if stride is None else stride
     if context > longest:
-        raise UserError(f"context_length={context} exceeds the model's {longest} positions; lower it")
+        raise UserError(f"context_length={context} exceeds the model's {longest} positions; give at most {longest}")
     if stride > context:
-        raise UserError(f"stride={stride} exceeds the context of {context} tokens and would leave tokens out; lower it")
+        raise UserError(
+            f"stride={stride} exceeds the context of {context} tokens and would leave tokens out; give at most "
+            f"{context}"
+        )
     return context, stride
 
 

@@ -1,4 +1,7 @@
-"""Micro-steps as CUDA graphs: the host queues one graph instead of each kernel, which takes long for small batches."""
+"""Micro-steps as CUDA graphs: the host queues one graph instead of each kernel.
+
+With small batches, the GPU would otherwise wait for the host.
+"""
 
 import gc
 from collections.abc import Callable
@@ -76,7 +79,7 @@ class MicroStepGraphs:
             if memory_error := next(filter(is_of_gpu_memory, (error, cause)), None):
                 raise memory_error from None
             raise UserError(
-                f"a step cannot be captured as a CUDA graph ({first_line(cause)}); set train.cuda_graphs=false"
+                f"train.cuda_graphs=true cannot capture a step ({first_line(cause)}); set train.cuda_graphs=false"
             ) from error
         return graph, loss
 

@@ -35,7 +35,7 @@ def sparsity(state: State) -> dict[str, object]:
 
 
 def sparsity_setting(state: State) -> str:
-    """Return these settings as written on a command line."""
+    """Return the settings of `sparsity` as written on a command line."""
     return " ".join(f"attention={SPARSE_KEYS[key]} attention.{key}={value}" for key, value in sparsity(state).items())
 
 
@@ -86,8 +86,10 @@ def load_weights(model: GPT2, source: str) -> None:
 def load_model(
     source: str, attention: AttentionConfig, activation_checkpointing: str = "none", any_pairs: bool = False
 ) -> tuple[GPT2, str]:
-    """Return the model of a checkpoint, a Hugging Face folder or a hub id, and the name of its tokenizer. Unless
-    `any_pairs`, it must be run with the sparsity of its training."""
+    """Return the model of a checkpoint, a Hugging Face folder or a hub id, and the name of its tokenizer.
+
+    Unless `any_pairs`, refuse an `attention` that leaves out other pairs of tokens than the attention of the training.
+    """
     path = Path(source)
     if path.exists() and not is_pretrained(path):
         state = load(path)

@@ -17,7 +17,7 @@ class ThroughputMeter:
     """Times windows of training steps, without the compilation, evaluation and saving in between.
 
     The first window opens after the first step, which compiles. Opening and closing a window waits for the device.
-    Tokens per second are of all `n_devices`; TFLOP/s, MFU and `peak_flops` (FLOP/s, None if unknown) are per device.
+    Tokens per second count all `n_devices`; TFLOP/s, MFU and `peak_flops` (FLOP/s, None if unknown) are per device.
     `waited_s` returns the seconds that the run has waited for data so far.
     """
 

@@ -40,10 +40,10 @@ class OptimizerConfig:
             check_range(f"optimizer.{key}", getattr(self, key), 0)
         check_range("optimizer.decay_steps", self.decay_steps, 1)
         if not 0 < self.eps < math.inf:  # 0 would divide by zero for table rows that no token uses
-            raise UserError(f"optimizer.eps={self.eps} must be a finite number above 0")
+            raise UserError(f"optimizer.eps={self.eps} is out of range; give a finite number above 0")
         for key in ("beta1", "beta2"):
             if not 0 <= getattr(self, key) < 1:
-                raise UserError(f"optimizer.{key}={getattr(self, key)} must be at least 0 and below 1")
+                raise UserError(f"optimizer.{key}={getattr(self, key)} is out of range; give at least 0 and below 1")
         if self.min_lr is not None and self.min_lr > self.lr:
             raise UserError(f"optimizer.min_lr={self.min_lr} is above optimizer.lr={self.lr}; lower min_lr or raise lr")
 

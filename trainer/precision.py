@@ -53,14 +53,14 @@ def choose_compute(device: str, precision: PrecisionConfig, world: World = ALONE
     check_choice("device", device, ("auto", "cpu", "cuda"))
     has_gpu = torch.cuda.is_available()
     if device == "cuda" and not has_gpu:
-        raise UserError("device=cuda, but torch sees no GPU here; set device=cpu, or install torch's CUDA build")
+        raise UserError("device=cuda finds no GPU; set device=cpu, or install torch's CUDA build")
     place, name = torch.device("cuda" if device != "cpu" and has_gpu else "cpu"), precision.name
     has_bf16 = place.type == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False)
     if name == "auto":
         name = "bf16" if place.type == "cuda" and has_bf16 else "fp32"
     if name == "bf16" and not has_bf16:
         gpu = torch.cuda.get_device_name(place)
-        raise UserError(f"precision=bf16, which {gpu} lacks; set precision=fp16 or precision=fp32")
+        raise UserError(f"precision=bf16 does not run on {gpu}; set precision=fp16 or precision=fp32")
     if name == "fp16" and place.type == "cpu":
         raise UserError("precision=fp16 needs a GPU; set precision=fp32 or precision=bf16 on a CPU")
     return Compute(place, DTYPES[name], world)

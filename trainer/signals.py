@@ -41,11 +41,11 @@ class StopRequest:
         number = self._world.largest(0 if self.signal is None else int(self.signal))
         if number and self.signal is None:
             self._heed(number)
-        return bool(number)  # a signal that has come since does not count: the other processes do not know
+        return bool(number)  # A signal that arrives now counts at the next call: the other processes do not know of it.
 
     def end_process(self) -> None:
-        """After a signal, exit with 128 plus its number. After SIGUSR1 and SIGUSR2, call the original handler, by which
-        submitit puts the job back into the queue."""
+        """After a signal, exit with 128 plus its number. After SIGUSR1 and SIGUSR2, call the original handler:
+        submitit's handler puts the job back into the queue."""
         if self.signal in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             sys.exit(128 + self.signal)
         elif self.signal is not None:

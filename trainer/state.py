@@ -30,7 +30,7 @@ class TrainState:
     best_loss: float = float("inf")  # lowest validation loss so far, in nats
     evaluated: int = 0  # the step of the last complete evaluation
     skipped: int = 0  # steps that were dropped because loss or gradient was not finite
-    norms: list[float] = field(default_factory=list)  # of the last steps' gradients, whose median is the usual norm
+    norms: list[float] = field(default_factory=list)  # gradient norms of the last steps; their median is the usual norm
     config: State = field(default_factory=dict)  # the run's settings, which a resumed run takes over
     world: World = ALONE
     resumed_from: int = 0  # number of processes that wrote the checkpoint
@@ -44,7 +44,7 @@ class TrainState:
     def state_dict(self) -> State:
         """Return everything as plain values and tensors. All processes call this together.
 
-        Sharded tensors are this process's part. It holds the random states of all processes.
+        The dict holds this process's part of sharded tensors, and the random states of all processes.
         """
         weights = self.model.state_dict()  # first, because FSDP then frees the parameters that it gathered
         names = {parameter: name for name, parameter in self.model.named_parameters()}
@@ -81,7 +81,7 @@ class TrainState:
             setattr(self, key, type(getattr(self, key))(state[key]))
         self.norms = [float(norm) for norm in self.norms]
         self.resumed_from, rank = len(state["rng"]), self.world.rank
-        if self.resumed_from == self.world.size or rank == 0:  # the others draw apart from each other already
+        if self.resumed_from == self.world.size or rank == 0:  # the other processes already draw different numbers
             set_random_state(state["rng"][rank])
 
 

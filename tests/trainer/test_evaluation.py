@@ -160,7 +160,7 @@ def test_a_model_trained_in_a_window_is_not_scored_without_it(tmp_path, workplac
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ((), "checkpoint has no value; give it as checkpoint=..."),
+        ((), "checkpoint has no value; give checkpoint=..."),
         (("checkpoint=nowhere", "data=stdlib"), "checkpoint=nowhere is no"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Micro-steps as CUDA graphs: where there are none, and on a GPU that they give what the kernels give one by one."""
+"""Micro-steps as CUDA graphs: when a run uses them, and on a GPU, that they compute what queued kernels compute."""
 
 import re
 from functools import partial
@@ -46,7 +46,7 @@ def test_graphs_are_refused_where_there_are_none(workplace, monkeypatch):
     ("settings", "gib", "wanted"),
     [
         ({}, 40, True),
-        ({}, 41, False),  # of which 39 are left
+        ({}, 41, False),  # 39 GiB are left
         ({"compile": False}, 1, False),
         ({"activation_checkpointing": "full"}, 1, False),
         ({"activation_checkpointing": "selective"}, 40, True),
@@ -61,7 +61,7 @@ def test_graphs_are_the_default_for_what_is_compiled_and_leaves_as_much_memory(m
 
 
 def setting(attention: str, dropout: float = 0.0, documents: bool = False, compute: Compute = GPU) -> tuple:
-    """A small model, and what train.micro_step takes besides."""
+    """Return a small model and the other arguments of train.micro_step."""
     torch.manual_seed(0)
     own = {"local": {"window": 100}, "block_sparse": {"pattern": "butterfly"}}.get(attention, {})
     config = Config(
@@ -97,7 +97,7 @@ except UserError as error:
 
 
 def results(run, model: GPT2, steps: list) -> list[torch.Tensor]:
-    """The losses of each step's micro-steps and its gradients, of all steps."""
+    """Return the losses of the micro-steps and the gradients of each step, for all steps."""
     found = []
     for step in steps:
         found += [run(*batch).clone() for batch in step]
@@ -110,7 +110,7 @@ def results(run, model: GPT2, steps: list) -> list[torch.Tensor]:
 @pytest.mark.parametrize("attention", ["naive", "sdpa", "fused_softmax", "flash1", "flash2", "local", "block_sparse"])
 @pytest.mark.parametrize("documents", [False, True], ids=["", "documents"])
 def test_replayed_micro_steps_give_the_losses_and_gradients_of_those_queued(attention, documents):
-    """Three of a step, of which the second and third add, and one of another, whose gradients begin anew."""
+    """Two steps: one of three micro-steps, which accumulate gradients, and one of a single micro-step."""
     model, *rest = setting(attention, documents=documents)
     queued = partial(train_module.micro_step, model, *rest)
     steps = [batches(3), batches(1)]
@@ -118,7 +118,7 @@ def test_replayed_micro_steps_give_the_losses_and_gradients_of_those_queued(atte
     replayed = MicroStepGraphs(queued, model, SHAPE, accumulates=True)
     assert all(parameter.grad is None for parameter in model.parameters())
     for ours, theirs in zip(results(replayed, model, steps), expected, strict=True):
-        assert (ours - theirs).norm() <= 1e-3 * theirs.norm()  # what sums in another order come to
+        assert (ours - theirs).norm() <= 1e-3 * theirs.norm()  # the sums have another order
 
 
 @pytest.mark.gpu
@@ -138,12 +138,12 @@ def test_replayed_dropout_draws_anew_as_the_generator_has_it():
 
 @pytest.mark.gpu
 def test_a_micro_step_that_waits_for_the_device_is_refused(tmp_path):
-    """A process of its own, because a failed capture leaves torch's stream and generator in it."""
+    """Use a process of its own, because torch's stream and generator stay in a failed capture."""
     (tmp_path / "waits.py").write_text(WAITS)
     process = start(str(tmp_path / "waits.py"))
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
-    assert re.search(r"captured as a CUDA graph \(.*captur.*\); set train.cuda_graphs=false", out)
+    assert re.search(r"train.cuda_graphs=true cannot capture a step \(.*captur.*\); set train.cuda_graphs=false", out)
 
 
 @pytest.mark.gpu

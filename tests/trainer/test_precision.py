@@ -40,10 +40,10 @@ def test_device_and_precision_are_chosen_for_the_machine(machine, gpu, device, p
 @pytest.mark.parametrize(
     ("gpu", "device", "precision", "sentence"),
     [
-        (None, "cuda", "auto", "device=cuda, but torch sees no GPU here; set device=cpu"),
+        (None, "cuda", "auto", "device=cuda finds no GPU; set device=cpu"),
         (None, "gpu", "auto", "device=gpu is unknown; choose one of auto, cpu, cuda"),
         (None, "auto", "fp16", "precision=fp16 needs a GPU; set precision=fp32 or precision=bf16"),
-        ("old", "auto", "bf16", "precision=bf16, which old GPU lacks; set precision=fp16 or precision=fp32"),
+        ("old", "auto", "bf16", "precision=bf16 does not run on old GPU; set precision=fp16 or precision=fp32"),
     ],
 )
 def test_what_the_machine_cannot_do_is_refused_with_what_it_can(machine, gpu, device, precision, sentence):

@@ -1,4 +1,4 @@
-"""Checkpoints that a thread writes beside training, which waits only for a copy of the state to host memory."""
+"""Checkpoints that a thread writes during training. Training waits only for a copy of the state to host memory."""
 
 import time
 from collections.abc import Callable
@@ -91,8 +91,9 @@ def host_memory(parts: dict[str, Tensor]) -> dict[str, Tensor]:
     except RuntimeError as error:
         size = len(KINDS) * sum(part.nbytes for part in parts.values()) / 2**30
         raise UserError(
-            f"the host lacks {size:.1f} GiB for a copy of the checkpoint ({described(error)}); set "
-            "checkpoint.asynchronous=false, or start more processes with parallel=fsdp or hsdp"
+            f"checkpoint.asynchronous=true needs {size:.1f} GiB of host memory for a copy, which the host lacks "
+            f"({described(error)}); set checkpoint.asynchronous=false, or start more processes with parallel=fsdp or "
+            "hsdp"
         ) from error
 
 

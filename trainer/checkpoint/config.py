@@ -8,19 +8,19 @@ from errors import check_choice, check_range
 
 @dataclass
 class CheckpointConfig:
-    """When and where the state of a run is saved."""
+    """When to save the state of a run, and to which folder."""
 
     dir: str | None = None
     """Folder of the checkpoints; null is `checkpoints` in the run's output folder."""
     interval: int = 100
     """Steps between two checkpoints. The run saves one more at its end."""
     keep: int = 2
-    """How many of the newest checkpoints stay. The one with the best validation loss stays too, as best.pt, or as the
-    link best if the weights are split."""
+    """How many of the newest checkpoints stay. The checkpoint with the best validation loss stays too: as best.pt, or
+    with split weights as the link best."""
     resume: str | None = None
-    """null starts a new run. auto continues from the newest checkpoint in checkpoint.dir, or starts if there is none;
-    it needs hydra.run.dir or checkpoint.dir. A path continues from that checkpoint, or from the newest complete one in
-    that folder. The checkpoint gives all settings that the command line does not."""
+    """null starts a new run. auto continues from the newest checkpoint in checkpoint.dir, or starts a new run if it
+    finds none; it needs hydra.run.dir or checkpoint.dir. A path continues from that checkpoint, or from the newest
+    complete one in that folder. The checkpoint gives all settings that the command line does not."""
     asynchronous: bool | None = None
     """Write in the background. Training then waits only for a copy to host memory (12 bytes per parameter). null is
     true on a GPU and false on a CPU. parallel=fsdp and hsdp always write in the background."""

@@ -104,7 +104,7 @@ def _damage_of(path: Path) -> str | None:
             size = max(0, path.stat().st_size - SEAL_SIZE)
             digest, seal = _digest(file, size), file.read()
     except OSError as error:
-        return f"it cannot be read: {error.strerror}"
+        return error.strerror
     if not seal.startswith(SEAL):
         return "it does not end in a checksum: it is cut off, or another program wrote it"
     return None if seal == SEAL + digest else "its checksum does not match: it is damaged"

@@ -85,7 +85,7 @@ def read_checked(path: Path) -> State:
             with open(path / name, "rb") as file:
                 matches = hashlib.file_digest(file, "sha256").hexdigest() == parts.get(name)
         except OSError as error:
-            raise CheckpointError(f"{path / name} cannot be read: {error.strerror}") from error
+            raise CheckpointError(f"{path} is not a readable checkpoint ({name}: {error.strerror})") from error
         if not matches:
             raise CheckpointError(f"{path} is not a readable checkpoint ({name} does not match its checksum)")
     return state

@@ -32,7 +32,7 @@ def load(source: str | Path, key: str = "checkpoint", tell: Callable[[str], None
             refused.append(error)
             continue
         if refused:
-            tell(f"{'; '.join(map(str, refused))}; using {path} instead")
+            tell(f"{', '.join(map(str, refused))}; using {path} instead")
         state |= {"path": str(path)}
         if state.get("pattern") is not None:  # it takes the place of the file that attention.pattern names
             with of_this_version(state):
@@ -41,7 +41,7 @@ def load(source: str | Path, key: str = "checkpoint", tell: Callable[[str], None
                     tell(f"attention.pattern={pattern} has changed; using the matrix in {path}")
         return state
     if refused:
-        raise UserError(f"{'; '.join(map(str, refused))}; give another one with {key}=")
+        raise UserError(f"{', '.join(map(str, refused))}; give another one with {key}=...")
     raise UserError(
         f"{key}={source} is neither a checkpoint nor a folder of checkpoints; give a step-*.pt or its folder"
         f"{', or null to start a new run' if key == 'checkpoint.resume' else ''}"
@@ -78,8 +78,8 @@ def check_shared(state: State | None, world: World) -> None:
     mine = state and state["path"]
     if (first := world.from_first(mine)) != mine:
         raise UserError(
-            f"checkpoint.resume gave process {world.rank} {mine}, but the first process {first}; put the checkpoints "
-            "where all processes see them, or give one of them"
+            f"checkpoint.resume is {mine} in process {world.rank}, but {first} in the first process; put the "
+            "checkpoints where all processes see them, or give one of them"
         )
 
 
@@ -102,7 +102,7 @@ def check_resumable(state: State, shape: dict[str, object], tokenizer: str) -> N
 
 @contextmanager
 def of_this_version(state: State) -> Iterator[None]:
-    """Raise a CheckpointError if the code inside finds a state of `load` without a part, or with another form of it."""
+    """Raise a CheckpointError if the code inside finds that a part of the state is missing or has another form."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:

@@ -4,9 +4,10 @@
     step-00000100/rest.pt                   everything else, in the format of files.py, and each part's SHA-256
     best -> step-00000100                   the checkpoint with the best validation loss
 
-torch.distributed.checkpoint (DCP) decides which process writes what, passes an error of one process to all, and reads
-the parts into any other sharding. Its FileSystemWriter leaves a pickle, which runs code when it is read. Its
-HuggingFaceStorageWriter holds the interpreter's lock (1.6 s per GiB). Ours writes the latter's format without the lock.
+torch.distributed.checkpoint (DCP) decides which process writes which tensors, passes an error of one process to all,
+and reads the parts into any other sharding. Its FileSystemWriter writes a pickle, and reading a pickle can run code.
+Its HuggingFaceStorageWriter holds the interpreter's lock while it writes (1.6 s per GiB). Our writer uses the format of
+HuggingFaceStorageWriter without holding the lock.
 """
 
 import hashlib
@@ -38,7 +39,7 @@ DTYPES = {torch.float32: "F32"}  # weights and moments have no other
 
 
 class ShardedStore(BackgroundStore):
-    """The checkpoints of a run with sharded weights. All processes raise the error of one."""
+    """The checkpoints of a run with sharded weights. If writing fails in one process, all raise the error."""
 
     def __init__(self, folder: Path, keep: int, writes: bool, model: nn.Module, timeout_s: int):
         super().__init__(folder, keep, writes, model)
@@ -80,7 +81,10 @@ class ShardedStore(BackgroundStore):
             raise failures[0] if disk is None else refusal(path, disk) from error
 
     def _name(self, partial: Path, path: Path, is_best: bool) -> None:
-        """Rename a complete folder to the checkpoint `path`. An older one of that name counts until it is pruned."""
+        """Rename a complete folder to the checkpoint `path`.
+
+        An older checkpoint of that name gets another name. It still counts as a checkpoint until it is pruned.
+        """
         if path.exists():  # damaged, or an earlier save of this run
             before = path.with_suffix(BEFORE)
             remove(before)

@@ -111,7 +111,7 @@ def join(parallel: str | None, device: str, timeout_s: int) -> Iterator[World]:
         yield World()
         return
     if missing := [key for key in (*PLACE, "MASTER_ADDR", "MASTER_PORT") if key not in os.environ]:
-        raise UserError(f"the environment has RANK or WORLD_SIZE, but not {', '.join(missing)}; start with torchrun")
+        raise UserError(f"torchrun's environment lacks {', '.join(missing)}; start the program with torchrun")
     rank, size, local_rank, ranks_per_node = (int(os.environ[key]) for key in PLACE)
     if parallel == "hsdp" and size % ranks_per_node:
         raise UserError(
@@ -145,12 +145,12 @@ def choose_parallel(asked: str | None) -> str:
     if asked is not None:
         check_choice("parallel", asked, PARALLEL)
     if asked == "none" and size > 1:
-        raise UserError(f"parallel=none, but {size} processes were started; remove parallel=none, or start one process")
+        raise UserError(f"parallel=none does not fit {size} processes; remove parallel=none, or start one process")
     tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
     if asked != "none" and tasks > 1 and "RANK" not in os.environ:
         raise UserError(
             f"srun started {tasks} tasks without ranks; start torchrun once per node with srun, or use -m "
-            "hydra/launcher=slurm; to train with one process, set parallel=none"
+            "hydra/launcher=slurm, or set parallel=none to train with one process"
         )
     if asked not in (None, "none") and "RANK" not in os.environ:
         raise UserError(

@@ -37,13 +37,13 @@ class WandbConfig:
         if self.mode is not None:
             check_choice("wandb.mode", self.mode, MODES)
         if self.project == "":
-            raise UserError("wandb.project is empty; give it a name, or set wandb.mode=disabled")
+            raise UserError("wandb.project= is empty; give a name, or set wandb.mode=disabled")
         for key in ("project", "name", "group"):  # An offline run is not compared with the limits of the server.
             if len(value := getattr(self, key) or "") > 128:
                 raise UserError(f"wandb.{key}={value} has {len(value)} characters; use at most 128")
         for tag in self.tags or []:
             if not 1 <= len(tag) <= 64:
-                raise UserError(f"wandb.tags: '{tag}' has {len(tag)} characters; use 1 to 64")
+                raise UserError(f"wandb.tags=[{tag}] has a tag of {len(tag)} characters; use 1 to 64")
 
 
 def complete(config: WandbConfig, defaults: dict[str, Any]) -> tuple[WandbConfig, list[str]]:
@@ -118,7 +118,7 @@ def _start_run(config: WandbConfig, run_config: dict[str, Any], folder: Path) ->
         raise
     except Exception as error:  # wandb raises many types
         raise UserError(
-            f"wandb.mode={config.mode} cannot start a run ({described(error)}); fix that, "
+            f"wandb.mode={config.mode} cannot start a run ({described(error)}); fix the cause, "
             f"or set wandb.mode={'offline' if config.mode == 'online' else 'disabled'}"
         ) from error
     return run

@@ -173,6 +173,6 @@ def test_a_host_without_room_for_the_copy_is_told_how_to_do_without(monkeypatch)
 
     monkeypatch.setattr(torch, "empty", no_room)
     weights = {"wte": torch.zeros(2**20), "wpe": torch.zeros(2**20)}
-    told = r"lacks 0\.0 GiB .*\(RuntimeError: CUDA error: out of memory\); set checkpoint.asynchronous=false"
+    told = r"checkpoint.asynchronous=true needs 0\.0 GiB .*\(RuntimeError: CUDA error: out of memory\); set checkpoint.asynchronous=false"
     with pytest.raises(UserError, match=told):
         host_memory(weights)

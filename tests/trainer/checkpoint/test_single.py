@@ -52,7 +52,9 @@ def test_a_failure_leaves_the_earlier_files_as_they_were(tmp_path, monkeypatch, 
 def test_a_disk_that_fills_up_leaves_the_earlier_files_as_they_were(tmp_path, missing):
     checkpoints = SingleFileStore(tmp_path, keep=1)
     checkpoints.save(small(1))
-    size = checkpoints.save(small(0), best=True).stat().st_size  # the least: torch's archives repeat their names
+    size = (
+        checkpoints.save(small(0), best=True).stat().st_size
+    )  # the smallest file: torch's archives repeat their names
     room = {"all": 0, "most": size // 3, "the seal": size - SEAL_SIZE, "a byte": size - 1}[missing]
     with largest_file(room):
         assert_saving_fails_and_changes_nothing(checkpoints, "File too large", small(9))
@@ -62,7 +64,7 @@ def test_a_disk_that_fills_up_leaves_the_earlier_files_as_they_were(tmp_path, mi
 
 @pytest.fixture
 def small_disk(tmp_path) -> Iterator[Path]:
-    """A file system of its own, of 64 KiB."""
+    """Mount a file system of 64 KiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mounted = subprocess.run(
@@ -97,7 +99,7 @@ def test_the_newest_stay_and_the_best_besides(tmp_path):
 
 
 def test_the_best_that_is_the_newest_too_is_written_once(tmp_path, monkeypatch):
-    """And where the disk knows no second names, twice; what is written later touches neither."""
+    """Without hard links, it is written twice. Later saves change neither file."""
     checkpoints = SingleFileStore(tmp_path, keep=3)
     best = checkpoints.save(small(5), best=True)
     for _ in range(2):
@@ -112,14 +114,14 @@ def test_the_best_that_is_the_newest_too_is_written_once(tmp_path, monkeypatch):
 
 
 def test_what_a_kill_left_of_a_folder_is_in_no_files_way(tmp_path):
-    """Of a run whose weights were split, and which goes on as one."""
+    """The killed run had split weights; the run that continues has one process."""
     (tmp_path / "step-00000006.partial").mkdir()
     (tmp_path / "step-00000006.partial" / "part-00000.safetensors").write_bytes(b"")
     assert SingleFileStore(tmp_path, keep=1).save(small(6)) == find(tmp_path)
 
 
 def test_what_a_kill_between_naming_and_renaming_left_is_not_written_into(tmp_path):
-    """It is another name of best.pt."""
+    """The leftover file is a second name of best.pt."""
     checkpoints = SingleFileStore(tmp_path, keep=3)
     best = checkpoints.save(small(5), best=True)
     os.link(best, tmp_path / "step-00000006.partial")
@@ -144,7 +146,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_told_and_no_save_fails(tmp_
 
 
 def test_folders_go_as_files_do_and_the_one_that_best_links_to_stays(tmp_path):
-    """Those of runs whose weights were split, and which go on as files."""
+    """The folders are checkpoints of a run with split weights, which continues with files."""
     checkpoints = SingleFileStore(tmp_path, keep=2)
     for name in ("step-00000010", "step-00000020", "step-00000030", "step-00000035.partial", "step-9.old.partial"):
         (tmp_path / name).mkdir()
@@ -160,7 +162,7 @@ def test_folders_go_as_files_do_and_the_one_that_best_links_to_stays(tmp_path):
 
 
 def test_a_copy_of_a_run_has_a_folder_for_the_link_to_the_best_which_gives_way(tmp_path):
-    """As cp -rL leaves it: the next best one ended the run."""
+    """`cp -rL` copies the link as a folder. The next best checkpoint once ended the run there."""
     best = tmp_path / "best"
     best.mkdir()
     (best / "rest.pt").write_bytes(b"")
@@ -173,7 +175,7 @@ def test_a_copy_of_a_run_has_a_folder_for_the_link_to_the_best_which_gives_way(t
 
 
 def test_a_kill_between_two_names_leaves_a_checkpoint(tmp_path, monkeypatch):
-    """A folder that is written anew: the one before had no name that counts until the other had it."""
+    """A folder is replaced. The old one once had no valid name before the new one had its name."""
     path, rename = tmp_path / "step-00000006", os.rename
     partial_of(tmp_path, 6, b"old").rename(path)
 
@@ -195,14 +197,14 @@ def test_a_kill_between_two_names_leaves_a_checkpoint(tmp_path, monkeypatch):
 
 
 def sharded(folder: Path) -> ShardedStore:
-    """Those of a run, which here only give names: of a process that has no others to talk to."""
+    """Return a store that can only rename folders, because it has no process group."""
     checkpoints = ShardedStore.__new__(ShardedStore)
     SingleFileStore.__init__(checkpoints, folder, keep=2)
     return checkpoints
 
 
 def partial_of(folder: Path, step: int, content: bytes) -> Path:
-    """What a folder is before it has its name."""
+    """Return a checkpoint folder that does not have its final name yet."""
     path = folder / f"step-{step:08d}.partial"
     path.mkdir(exist_ok=True)
     (path / "rest.pt").write_bytes(content)
@@ -210,7 +212,7 @@ def partial_of(folder: Path, step: int, content: bytes) -> Path:
 
 
 def test_what_was_just_saved_stays_in_a_folder_that_has_later_steps(tmp_path):
-    """A run that starts again, or goes back, in an old folder must not delete each of its own checkpoints at once."""
+    """A run that starts again or goes back in an old folder must not delete each of its own new checkpoints."""
     old = SingleFileStore(tmp_path, keep=2)
     for step in (400, 500):
         old.save(small(step))
@@ -219,7 +221,7 @@ def test_what_was_just_saved_stays_in_a_folder_that_has_later_steps(tmp_path):
 
 @pytest.mark.parametrize(("key", "value"), [("interval", 0), ("keep", 0), ("keep", -1)])
 def test_an_impossible_setting_is_refused_by_name(key, value):
-    with pytest.raises(UserError, match=f"checkpoint.{key}={value} must be at least 1"):
+    with pytest.raises(UserError, match=f"checkpoint.{key}={value} is out of range; give at least 1"):
         CheckpointConfig(**{key: value})
 
 

@@ -19,7 +19,7 @@ from trainer.signals import StopRequest
     [
         ("dp", None, "parallel=dp is unknown; choose one of none, ddp, fsdp, hsdp"),
         ("fsdp", None, "parallel=fsdp needs a process for each GPU; start torchrun --nproc_per_node"),
-        ("none", 2, "parallel=none, but 2 processes were started"),
+        ("none", 2, "parallel=none does not fit 2 processes; remove parallel=none"),
     ],
 )
 def test_a_setting_that_does_not_fit_the_launcher_is_refused(monkeypatch, asked, launched, sentence):
@@ -42,7 +42,7 @@ def test_a_single_process_joins_nobody_and_several_default_to_ddp(monkeypatch):
 def test_an_incomplete_environment_is_refused(monkeypatch, place):
     for key, value in place.items():
         monkeypatch.setenv(key, value)
-    missing = "but not .*LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT; start with torchrun"
+    missing = "torchrun.s environment lacks .*LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT; start the program with"
     with pytest.raises(UserError, match=missing), join(None, "cpu", timeout_s=3):
         pass
 
