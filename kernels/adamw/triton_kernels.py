@@ -93,7 +93,9 @@ def adamw_(
     for tensors in zip(weights, gradients, first, second, steps, strict=True):
         for x in tensors:
             if x.dtype != torch.float32 or not x.is_contiguous():
-                raise ValueError(f"AdamW's kernel takes contiguous fp32 tensors, not {x.dtype} of strides {x.stride()}")
+                raise ValueError(
+                    f"a tensor is {x.dtype} of strides {x.stride()}; give AdamW's kernel contiguous fp32 tensors"
+                )
         addresses = [x.data_ptr() for x in tensors]
         size = tensors[0].numel()
         aligned = aligned and size % 4 == 0 and not any(address % 16 for address in addresses[:4])

@@ -30,29 +30,36 @@ def check_inputs(
     """
     q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
     if not len(q_shape) == len(k_shape) == len(v_shape) == 4:
-        raise ValueError(f"{name} takes (batch, seq, heads, head_dim) tensors, not {q.ndim}, {k.ndim}, {v.ndim}-D ones")
+        raise ValueError(
+            f"q, k and v have {q.ndim}, {k.ndim} and {v.ndim} dimensions; give {name} tensors (batch, seq, heads, "
+            "head_dim)"
+        )
     (batch, seq_q, heads, head_dim), (k_batch, seq_k, kv_heads, k_head_dim) = q_shape, k_shape
     if not (batch and seq_q and heads and seq_k and kv_heads):
-        raise ValueError(f"{name} needs at least one query and one key; got q {tuple(q_shape)}, k {tuple(k_shape)}")
+        raise ValueError(
+            f"q {tuple(q_shape)} or k {tuple(k_shape)} is empty; give {name} at least one query and one key"
+        )
     if k_shape != v_shape or batch != k_batch or head_dim != k_head_dim or heads % kv_heads:
         raise ValueError(
-            f"{name} needs k and v of one shape, batch and head_dim as in q, and heads a multiple of kv_heads; "
-            f"got q {tuple(q_shape)}, k {tuple(k_shape)}, v {tuple(v_shape)}"
+            f"q {tuple(q_shape)}, k {tuple(k_shape)} and v {tuple(v_shape)} do not fit each other; give {name} k and v "
+            "of one shape, batch and head_dim as in q, and heads a multiple of kv_heads"
         )
     if not 16 <= head_dim <= 256:
-        raise ValueError(f"{name} takes head sizes from 16 to 256, not {head_dim}; use attention=sdpa")
+        raise ValueError(f"head_dim={head_dim} does not suit {name}, which takes 16 to 256; use attention=sdpa")
     dtype, device = q.dtype, q.device
     if not (dtype == k.dtype == v.dtype and device == k.device == v.device):
         found = ", ".join(f"{x.dtype} on {x.device}" for x in (q, k, v))
-        raise ValueError(f"q, k and v must share dtype and device; got {found}")
+        raise ValueError(f"q, k and v are {found}; give all three one dtype and device")
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"{name} runs on cuda (NVIDIA or ROCm) and cpu, not on {device.type}; use attention=sdpa")
+        raise ValueError(
+            f"device={device.type} does not run {name}; use cuda (NVIDIA or ROCm) or cpu, or attention=sdpa"
+        )
     if dtype not in DTYPES and (dtype, device.type) != (torch.float64, "cpu"):
-        raise ValueError(f"{name} takes float32, float16 or bfloat16 on {device.type}, not {dtype}")
+        raise ValueError(f"dtype={dtype} does not suit {name} on {device.type}; give float32, float16 or bfloat16")
     if not 0 < scale < math.inf:  # the kernels scale the row maximum after finding it
-        raise ValueError(f"{name} needs a positive, finite scale, not {scale}")
+        raise ValueError(f"scale={scale} is out of range; give a positive, finite scale")
     if not 0 <= dropout_p < 1:
-        raise ValueError(f"dropout_p must be in [0, 1), not {dropout_p}")
+        raise ValueError(f"dropout_p={dropout_p} is out of range; give at least 0 and below 1")
     if cu_seqlens is not None:
         check_documents(q, k, cu_seqlens)
 
@@ -64,14 +71,16 @@ def check_documents(q: Tensor, k: Tensor, cu_seqlens: Tensor) -> None:
         ValueError: q and k differ in length, or cu_seqlens has a wrong shape, dtype or device.
     """
     if q.shape[1] != k.shape[1]:
-        raise ValueError(f"cu_seqlens needs queries and keys of one length, not {q.shape[1]} and {k.shape[1]}")
+        raise ValueError(
+            f"cu_seqlens needs queries and keys of one length, not {q.shape[1]} and {k.shape[1]}; leave cu_seqlens out"
+        )
     if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(
-            "cu_seqlens holds the cumulative lengths of documents, (n + 1,) int32, "
-            f"not {tuple(cu_seqlens.shape)} {cu_seqlens.dtype}"
+            f"cu_seqlens is {tuple(cu_seqlens.shape)} {cu_seqlens.dtype}; give the cumulative lengths of n documents, "
+            "(n + 1,) int32"
         )
     if cu_seqlens.device != q.device:
-        raise ValueError(f"cu_seqlens is on {cu_seqlens.device}, and q on {q.device}; they must share a device")
+        raise ValueError(f"cu_seqlens is on {cu_seqlens.device} and q on {q.device}; move cu_seqlens to q's device")
 
 
 def document_bounds(cu_seqlens: Tensor, batch: int, seq_len: int) -> Tensor:

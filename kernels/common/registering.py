@@ -1,4 +1,4 @@
-"""Registration of an operator's two implementations, and what the autograd functions around operators share.
+"""Registration of an operator's two implementations, and helpers of the autograd functions around operators.
 
 The implementations are kernels on CUDA and ROCm, and the PyTorch definition on CPU.
 """

@@ -100,9 +100,9 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_
     """
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1] or targets.shape != hidden.shape[:1]:
         shapes = ", ".join(str(tuple(x.shape)) for x in (hidden, weight, targets))
-        raise ValueError(f"the loss takes hidden (N, C), weight (V, C) and targets (N,), not {shapes}")
+        raise ValueError(f"the shapes {shapes} do not fit; give hidden (N, C), weight (V, C) and targets (N,)")
     if not 0 < vocab_size <= len(weight):
-        raise ValueError(f"vocab_size={vocab_size} is not between 1 and the rows of weight, {len(weight)}")
+        raise ValueError(f"vocab_size={vocab_size} is out of range; give 1 to the {len(weight)} rows of weight")
     targets = targets.contiguous()
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         return _LinearCrossEntropy.apply(hidden, weight, targets, vocab_size)

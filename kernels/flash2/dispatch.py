@@ -1,6 +1,6 @@
 """flash2 on a GPU: choose the warp-specialised kernels of Hopper, or the plain Triton kernels and their tiles.
 
-`uses_hopper_kernels` is the rule; `explain` describes its choice in one line.
+`uses_hopper_kernels` is the rule; `explain` describes the choice in one line.
 """
 
 from functools import lru_cache
@@ -99,7 +99,10 @@ def _plan_forward(
     q_stride: tuple, k_stride: tuple, v_stride: tuple, aligned: bool, documents: bool, blocks: bool,
     options: tuple, given: Settings | None,
 ) -> tuple[TileConfig | HopperForwardConfig, bool, int, tuple, tuple]:  # fmt: skip
-    """Return settings, whether TMA reads, programs, scalars and constants of a launch; as slow as the launch itself."""
+    """Return settings, whether TMA reads, programs, scalars and constants of a launch.
+
+    This takes the host as long as the launch itself, so the result is cached.
+    """
     (batch, seq_q, heads, head_dim), seq_k = q_shape, k_shape[1]
     options = Options(None, documents or None, blocks or None, *options)
     in_strides = q_stride[:3] + k_stride[:3] + v_stride[:3]

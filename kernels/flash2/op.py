@@ -133,13 +133,15 @@ def flash2_packed(
 
     The gradient is one tensor shaped like qkv, which saves the copy that gathers dq, dk and dv.
 
-    bias, (3 heads head_dim,), is the bias that the projection already added, detached. Its gradient is computed here:
-    the sum of qkv's gradient over the tokens, in fp32 or more.
+    bias (3 heads head_dim,) is the bias that the projection already added to qkv, without its gradient. This function
+    computes that gradient: the sum of qkv's gradient over the tokens, in fp32 or more.
     """
     if qkv.ndim != 5 or qkv.shape[2] != 3:
-        raise ValueError(f"flash2_packed takes qkv (batch, seq, 3, heads, head_dim), not {tuple(qkv.shape)}")
+        raise ValueError(f"qkv is {tuple(qkv.shape)}; give flash2_packed qkv (batch, seq, 3, heads, head_dim)")
     if bias is not None and bias.shape != (qkv.shape[2:].numel(),):
-        raise ValueError(f"the bias of qkv {tuple(qkv.shape)} is ({qkv.shape[2:].numel()},), not {tuple(bias.shape)}")
+        raise ValueError(
+            f"bias is {tuple(bias.shape)}, and qkv is {tuple(qkv.shape)}; give a bias ({qkv.shape[2:].numel()},)"
+        )
     options = _prepare(*qkv.unbind(2), **options)
     qkv = readable(qkv)
     return _Flash2.apply(return_lse, _is_deterministic(deterministic), options, qkv, None, None, bias)
@@ -159,7 +161,7 @@ def _prepare(
     check_inputs("flash2", q, k, v, scale, dropout_p, cu_seqlens)
     if window is not None and not (causal and isinstance(window, int) and window >= 1):
         raise ValueError(
-            f"window={window} does not count the last keys up to a query's own; use causal=True and an integer >= 1"
+            f"window={window} is not a number of keys, or the call is not causal; use causal=True and an integer >= 1"
         )
     if window is not None and window >= k.shape[1]:
         window = None  # it hides nothing
@@ -177,13 +179,16 @@ def _check_blocks(q: Tensor, k: Tensor, causal: bool, documents: bool, window: i
             f"blocks is a {type(blocks).__name__}; pass the result of kernels.flash2.block_lists.listed(pattern, ...)"
         )
     if q.shape[1] != k.shape[1] or window is not None:
-        raise ValueError("blocks need seq_q = seq_k and no window; use attention=flash2 without blocks")
+        raise ValueError(
+            f"blocks do not fit seq_q={q.shape[1]}, seq_k={k.shape[1]} and window={window}; give as many queries as "
+            "keys and no window, or no blocks"
+        )
     n, lists = -(-q.shape[1] // BLOCK), blocks.lists
     rows = lists.shape[0] if lists.ndim == 2 and lists.dtype == torch.int32 and lists.is_contiguous() else 0
     if rows < 2 * n or lists.shape[1] != HEADER + n:
         raise ValueError(
-            f"blocks.lists is {tuple(lists.shape)} {lists.dtype}; "
-            f"{q.shape[1]} tokens need ({2 * n} or more, {HEADER + n}) int32, contiguous"
+            f"blocks.lists is {tuple(lists.shape)} {lists.dtype}; for {q.shape[1]} tokens, give "
+            f"({2 * n} or more, {HEADER + n}) int32, contiguous"
         )
     if lists.device != q.device:
         raise ValueError(f"blocks are on {lists.device} and q is on {q.device}; move blocks with blocks.to(device)")

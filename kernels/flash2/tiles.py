@@ -17,7 +17,7 @@ import torch
 import triton
 
 TABLE = Path(__file__).with_name("tiles.json")
-LENGTHS = 1024, 4096  # the table's limits of sequences; longer ones have rows without a limit
+LENGTHS = 1024, 4096  # limits of the sequence length in the table; rows for longer sequences have no limit
 
 
 class TileConfig(NamedTuple):
@@ -75,12 +75,12 @@ HOPPER_CONFIGS = {"forward": HopperForwardConfig, "backward": HopperBackwardConf
 
 
 def in_halves(queries: int, head_dim: int) -> bool:
-    """Return whether the Hopper backward computes a tile of so many queries in two halves, except for dQ."""
+    """Return whether the Hopper backward computes tiles of `queries` rows in two halves, except for dQ."""
     return queries == 128 and head_dim > 64
 
 
 def without_dq(config: HopperBackwardConfig, head_dim: int) -> HopperBackwardConfig:
-    """Return the settings for leaving dQ to the plain kernel. Only dQ needs halves."""
+    """Return the settings of a backward that leaves dQ to the plain kernel. Tiles in halves exist only for dQ."""
     if in_halves(config.queries, head_dim):
         return HopperBackwardConfig(queries=64, keys=64, warps=4, stages=2, resident=2, fused=False)
     return config._replace(fused=False)

@@ -67,7 +67,8 @@ def fused_softmax(
     (batch, seq_q, heads, head_dim), (seq_k, kv_heads) = q.shape, k.shape[1:3]
     if seq_k > LONGEST_ROW:
         raise ValueError(
-            f"fused_softmax holds rows of scores on chip: {LONGEST_ROW} keys at most, not {seq_k}; use attention=flash2"
+            f"seq_k={seq_k} exceeds the {LONGEST_ROW} scores of a row that fused_softmax holds on chip; use "
+            "attention=flash2"
         )
     numbers = dropout.draw(batch, heads, seq_q, seq_k, q.device) if dropout_p else None
     documents = None if cu_seqlens is None else document_bounds(cu_seqlens, batch, seq_q)

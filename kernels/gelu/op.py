@@ -76,8 +76,8 @@ def gelu_mlp(
         given = (x, weight, bias, out_weight, out_bias, residual)
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in given if tensor is not None)
         raise ValueError(
-            "gelu_mlp takes x (..., D), weight (C, D), bias (C,), out_weight (E, C), out_bias (E,) and residual "
-            f"(..., E), not {shapes}"
+            f"the shapes {shapes} do not fit; give gelu_mlp x (..., D), weight (C, D), bias (C,), out_weight (E, C), "
+            "out_bias (E,) and residual (..., E)"
         )
     residual = None if residual is None else rows_of(residual.to(x.dtype))
     keep_output = keep_output and torch.is_grad_enabled()

@@ -64,6 +64,6 @@ def normalise(
         ValueError: added_bias is not (C,).
     """
     if added_bias is not None and added_bias.shape != x.shape[-1:]:
-        raise ValueError(f"added_bias of x (..., {x.shape[-1]}) is ({x.shape[-1]},), not {tuple(added_bias.shape)}")
+        raise ValueError(f"added_bias is {tuple(added_bias.shape)}; for x (..., {x.shape[-1]}), give ({x.shape[-1]},)")
     with torch.autocast(x.device.type, enabled=False):
         return _Normalise.apply(x, weight.contiguous(), bias.contiguous(), eps, added_bias)

@@ -84,7 +84,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None = No
         or (residual is not None and residual.shape != shape)
     ):
         shapes = ", ".join(str(tuple(t.shape)) for t in (x, weight, bias, residual) if t is not None)
-        raise ValueError(f"linear takes x (..., D), weight (C, D), bias (C,) and residual (..., C), not {shapes}")
+        raise ValueError(
+            f"the shapes {shapes} do not fit; give linear x (..., D), weight (C, D), bias (C,) and residual (..., C)"
+        )
     residual = None if residual is None else rows_of(residual.to(x.dtype))
     with torch.autocast(x.device.type, enabled=False):
         out = _Linear.apply(rows_of(x), weight, bias.contiguous(), residual)

@@ -86,7 +86,7 @@ def standard_attention(
         ValueError: dropout_p is not in [0, 1), or q and k differ in length although cu_seqlens is given.
     """
     if not 0 <= dropout_p < 1:
-        raise ValueError(f"dropout_p must be in [0, 1), not {dropout_p}")
+        raise ValueError(f"dropout_p={dropout_p} is out of range; give at least 0 and below 1")
     (batch, seq_q, heads, head_dim), (seq_k, kv_heads) = q.shape, k.shape[1:3]
     rows = heads // kv_heads * seq_q
     seen = visible(seq_q, seq_k, q.device).repeat(heads // kv_heads, 1) if causal else None

@@ -313,11 +313,11 @@ def test_the_operator_is_well_formed():
 @pytest.mark.parametrize(
     ("hidden", "weight", "targets", "vocab_size", "message"),
     [
-        ((8, 16), (64, 16), (10,), 60, r"not \(8, 16\), \(64, 16\), \(10,\)"),
+        ((8, 16), (64, 16), (10,), 60, r"\(8, 16\), \(64, 16\), \(10,\) do not fit"),
         ((2, 8, 16), (64, 16), (2, 8), 60, r"hidden \(N, C\), weight \(V, C\) and targets \(N,\)"),
-        ((8, 16), (64, 24), (8,), 60, r"not \(8, 16\), \(64, 24\), \(8,\)"),
-        ((8, 16), (64, 16), (8,), 65, "vocab_size=65 is not between 1 and the rows of weight, 64"),
-        ((8, 16), (64, 16), (8,), 0, "vocab_size=0 is not between 1 and"),
+        ((8, 16), (64, 24), (8,), 60, r"\(8, 16\), \(64, 24\), \(8,\) do not fit"),
+        ((8, 16), (64, 16), (8,), 65, "vocab_size=65 is out of range; give 1 to the 64 rows of weight"),
+        ((8, 16), (64, 16), (8,), 0, "vocab_size=0 is out of range; give 1 to"),
     ],
     ids=["more targets than tokens", "tokens in rows", "another depth", "vocabulary too large", "no vocabulary"],
 )

@@ -107,5 +107,5 @@ def test_many_key_tiles_are_accurate(head_dim):
 
 def test_an_unsupported_head_size_is_refused():
     q, k, v, _ = draw(Case()._replace(head_dim=8), "cpu")
-    with pytest.raises(ValueError, match="flash1 takes head sizes from 16 to 256"):
+    with pytest.raises(ValueError, match="does not suit flash1, which takes 16 to 256"):
         flash1(q, k, v, causal=True, scale=1.0)

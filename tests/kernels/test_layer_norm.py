@@ -82,7 +82,7 @@ def test_the_variance_is_computed_around_the_mean(implementation):
 
 def test_a_bias_of_another_width_is_refused():
     x, ones = torch.randn(8, 24, device=DEVICE), torch.ones(24, device=DEVICE)
-    with pytest.raises(ValueError, match=r"added_bias of x \(..., 24\) is \(24,\), not \(1,\)"):
+    with pytest.raises(ValueError, match=r"added_bias is \(1,\); for x \(..., 24\), give \(24,\)"):
         normalise(x, ones, ones, EPS, ones[:1])
 
 

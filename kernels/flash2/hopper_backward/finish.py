@@ -27,7 +27,7 @@ def _finish_part(
     p_part, p_dq, p_sums, visible, scale,
     M: tl.constexpr, D: tl.constexpr, WARPS_M: tl.constexpr, WARPS_N: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """Write D columns of M rows of dQ; undoes in_register_order. If p_sums is given, store their sums over the rows."""
+    """Write D columns of M rows of dQ; undo in_register_order. If p_sums is given, store their sums over the rows."""
     ROWS: tl.constexpr = D if TRANSPOSED else M
     COLUMNS: tl.constexpr = M if TRANSPOSED else D
     x = tl.load(p_part + tl.arange(0, M * D)) * scale  # [M * D]

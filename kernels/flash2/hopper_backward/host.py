@@ -25,12 +25,14 @@ def _section(key_tiles: int, resident: int, causal: bool, device: torch.device) 
 
 
 def statistics_for(tiles: int, q: Tensor, options: Options, config: HopperBackwardConfig) -> Tensor:
-    """Return an empty tensor for the statistics of the query tiles. Its dtype decides how the statistics are used.
+    """Return an empty tensor for the statistics of the query tiles. Its dtype decides how the kernel uses them.
 
-    bf16: products subtract logsumexp and delta from S and dP, by one tile of 16 columns beside Q and dO. fp32: the
-    threads load the statistics. In heads of 128 and in halves these loads would wait behind the products' operands: on
-    an H200 the products make the backward 2 to 7 % faster there. For other sizes the extra columns cost more than they
-    save. fp16 lacks the range, and dropout needs delta by itself.
+    With bf16, the matrix products subtract logsumexp and delta from S and dP: the statistics are a tile of 16 extra
+    columns beside Q and dO. With fp32, the threads load the statistics.
+
+    For heads of 128 and heads in halves, these loads would wait behind the operands of the products. There, bf16 makes
+    the backward 2 to 7 % faster on an H200. For other sizes the extra columns cost more than they save. fp16 lacks the
+    range, and dropout needs delta by itself.
     """
     in_products = q.shape[3] == 128 or in_halves(config.queries, q.shape[3])
     if in_products and q.dtype == torch.bfloat16 and options.dropout_p == 0:
@@ -71,13 +73,14 @@ def backward_into(
 ) -> Tensor | None:  # fmt: skip
     """Write the gradients of O = attention(q, k, v) into dq, dk and dv, which may be views of a packed gradient.
 
-    q, dq, out, dout (B, T, H, D), k, v, dk, dv (B, S, G, D) of one 16-bit dtype and a head size in the table. Unit
-    stride along D; other strides and addresses are multiples of 16 bytes, and no stride is zero. logsumexp and
-    dlogsumexp (B, H, T) fp32, natural, contiguous. options has no window, documents or blocks.
+    The tensors q, dq, out and dout are (B, T, H, D), and k, v, dk and dv are (B, S, G, D). All have the same 16-bit
+    dtype and a head size in the table. The stride along D is 1. The other strides and the addresses are multiples of
+    16 bytes, and no stride is zero. The tensors logsumexp and dlogsumexp are (B, H, T) fp32, natural, contiguous. The
+    options have no window, documents or blocks.
 
-    sums (3, H, D) fp32, if given, receives the sums of the gradients over B and T. It requires seq_q = seq_k, H = G,
-    config.fused, no dropout and no dlogsumexp. If config is not fused, leave dq out and return the deltas (B, H, T),
-    from which the plain kernel computes dq.
+    If given, sums (3, H, D) fp32 receives the sums of the gradients over B and T. It requires seq_q = seq_k, H = G,
+    config.fused, no dropout and no dlogsumexp. If config is not fused, leave dq out and return the deltas (B, H, T).
+    The plain kernel computes dq from them.
     """
     (batch, seq_q, heads, head_dim), (seq_k, kv_heads) = q.shape, k.shape[1:3]
     m, fused, dropout = config.queries, config.fused, options.dropout_p > 0

@@ -66,7 +66,7 @@ def _each(warps):
 
 @gluon.jit
 def _producer(inputs, stats, buffers, stats_s, bars, batch, kv_head, j, heads, groups, tiles, first, D1: gl.constexpr):
-    """Job of one warp: load K and V once, then Q, its statistics and dO through rings of tiles.
+    """Do the job of one warp: load K and V once, then Q, its statistics and dO through rings of tiles.
 
     Slots of Q need no barrier of their own for being empty. The consumers release dO of a tile after they are done with
     Q of the tile before. At tile t this warp waits for the release of dO of tile t - OS. Then Q of tile t - 1 - OS is
@@ -111,7 +111,7 @@ def _producer(inputs, stats, buffers, stats_s, bars, batch, kv_head, j, heads, g
 
 @gluon.jit
 def _reducer(dq0, dq1, dq0_s, dq1_s, bars, batch, kv_head, heads, groups, tiles, first, D1: gl.constexpr):
-    """Job of one warp: add each finished tile of dQ to the accumulator. It is finished when its dO is released."""
+    """Do the job of one warp: add each tile of dQ to the accumulator, once the consumers release the tile's dO."""
     _, _, _, do_empty, dq_empty = bars
     ROWS: gl.constexpr = dq0.block_type.shape[0] + (dq1.block_type.shape[0] if D1 else 0)
     OS: gl.constexpr = do_empty.shape[0]
@@ -161,7 +161,7 @@ def _consumer(
     batch, kv_head, j, shape, tiles, first, full, scale, dropout,
     WARPS: gl.constexpr, D1: gl.constexpr, CAUSAL: gl.constexpr, DROPOUT: gl.constexpr, FUSED: gl.constexpr,
 ):  # fmt: skip
-    """Job of WARPS warps: keep dK and dV of one key tile in registers and loop over all query tiles that see it.
+    """Do the job of WARPS warps: keep dK and dV of one key tile in registers and loop over the query tiles that see it.
 
     Per query tile: compute dS^T and issue dV += P^T dO (tile.py), issue dQ = dS K and dK += dS^T Q, and hand dQ over
     while dS^T Q runs. P^T and dS^T are operands in registers; dQ reads dS^T from shared memory.
@@ -303,7 +303,7 @@ def _consumer(
 
 @gluon.jit
 def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Allocate COUNT barriers that each wait for so many ARRIVALS."""
+    """Allocate COUNT barriers. Each waits for ARRIVALS arrivals."""
     bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(COUNT):
         mbarrier.init(bars.index(s), count=ARRIVALS)

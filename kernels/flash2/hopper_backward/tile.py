@@ -1,4 +1,4 @@
-"""What the consumers of the Hopper backward compute of one pair of tiles: S, P, dP, dS and the products of dK and dV.
+"""The part of the Hopper backward's consumers for one pair of tiles: S, P, dP, dS and the products of dK and dV.
 
 Everything is transposed, [N, M]. dQ = dS K is in main_loop.py, since both paths share it.
 

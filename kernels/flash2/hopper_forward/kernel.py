@@ -57,7 +57,7 @@ def _producer(
     N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr,
     CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Job of one warp: load each tile's Q, then K of each block together with V of the block before.
+    """Do the job of one warp: load each tile's Q, then K of each block together with V of the block before.
 
     Consumers need K one block earlier than V. So one slot, with one barrier, has K of a block and V of the one before.
     """
@@ -167,7 +167,7 @@ def _consumer(
     N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr,
     CAUSAL: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
-    """Job of warpgroup C: compute O and the logsumexp of rows 64 C to 64 C + 64 of every tile of this program.
+    """Do the job of warpgroup C: compute O and the logsumexp of rows 64 C to 64 C + 64 of every tile of this program.
 
     Per tile: walk over the key blocks, issue S of the next tile's block 0 and this tile's last P V together, run the
     next tile's softmax under both, and store this tile.

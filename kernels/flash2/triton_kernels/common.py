@@ -1,4 +1,4 @@
-"""What the plain Triton kernels share: the logsumexp, and the lists of block-sparse attention."""
+"""Functions that the plain Triton kernels share: the logsumexp, and the lists of block-sparse attention."""
 
 import triton
 import triton.language as tl
