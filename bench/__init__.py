@@ -1,1 +1,1 @@
-"""Benchmarks; what they measured lies in bench/results/<gpu>/."""
+"""Benchmarks. bench/results/<gpu>/ holds their measurements."""

@@ -119,7 +119,7 @@ def publish(pages: list[wr.Report | ws.Workspace]) -> None:
             page.save()
         except Exception as error:  # GraphQL, the network, wandb and the library raise different types
             raise UserError(
-                f"wandb did not take the {type(page).__name__.lower()} for {page.entity}/{page.project} "
+                f"entity={page.entity} project={page.project} did not take the {type(page).__name__.lower()} "
                 f"({described(error)}); check entity= and project=, or change the account with `wandb login --relogin`"
             ) from error
         print(f"{type(page).__name__.lower()}: {page.url}")
@@ -131,7 +131,7 @@ def default_entity() -> str:
     except Exception as error:
         raise UserError(f"wandb refuses the account ({described(error)}); run `wandb login --relogin`") from error
     if not entity:
-        raise UserError("this wandb account has no default entity; name a user or a team with entity=NAME")
+        raise UserError("entity=null finds no default entity of the wandb account; give a user or a team, entity=NAME")
     return entity
 
 

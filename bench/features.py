@@ -181,7 +181,7 @@ class FeatureSettings:
 
 def run(settings: FeatureSettings) -> None:
     if not torch.cuda.is_available():
-        raise UserError("bench.features needs a GPU and finds none; run it on a machine with a GPU")
+        raise UserError("bench.features finds no GPU; run it on a machine with a GPU")
     gpu, results = Gpu(), {"environment": environment()}
     gpu.wake()
     for name in [settings.only] if settings.only else PARTS:

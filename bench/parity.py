@@ -73,7 +73,7 @@ def run(settings: ParitySettings) -> None:
     Exit with status 1 if they differ too much.
     """
     if not torch.cuda.is_available() and "device=cpu" not in settings.settings:
-        raise UserError("bench.parity trains on a GPU, and torch finds none; add -- device=cpu, which takes hours")
+        raise UserError("bench.parity finds no GPU; add -- device=cpu, which takes hours")
     work = Path(f"outputs/{datetime.now():%Y-%m-%d_%H-%M-%S}_parity").absolute()
     folders = {variant: work / re.sub(r"\W+", "-", variant) for variant in settings.variants}
     out = settings.out or results_folder(settings.gpu) / "parity.json"

@@ -20,13 +20,14 @@ from bench.common.command_line import check_output_file, check_positive, launch
 from bench.common.results import ROOT, environment, write
 from data.config import DataConfig
 from data.prepare import prepare
-from data.readers import find_files
+from data.readers import columns_of, find_files
 from data.tokenizers import get_tokenizer
 from data.tokens import DTYPE, read_meta
 from errors import UserError
 
 DOCUMENTS_PER_SHARD = 8_013_769 // 1024  # nanoGPT writes OpenWebText in 1024 shards.
 VAL_FRACTION = 0.01
+COLUMN = "text"  # as in DataConfig
 
 
 @dataclass
@@ -34,7 +35,7 @@ class PreparationSettings:
     """What `python -m bench.prepare` reads."""
 
     source: str = MISSING
-    """Parquet files with a column called text, written as data.source."""
+    """Parquet files with a column called text: a file, a folder or a glob, as for data.source."""
     workers: int | None = None
     """Threads of ours, and processes of nanoGPT's way. null uses all cores."""
     rounds: int = 3
@@ -49,8 +50,7 @@ class PreparationSettings:
 
 def run(settings: PreparationSettings) -> None:
     """Measure both ways, print the speeds and write the results."""
-    if other := next((file for file in find_files(settings.source, print) if file.suffix != ".parquet"), None):
-        raise UserError(f"source={settings.source} includes {other}; name .parquet files only, for nanoGPT's way")
+    check_files(settings.source)
     out = settings.out or ROOT / "bench" / "results" / "cpu" / "prepare.json"
     rows = measure(settings.source, settings.workers or os.cpu_count(), settings.rounds)
     speed = rows[0]["tokens_per_second"] / rows[1]["tokens_per_second"]
@@ -58,6 +58,15 @@ def run(settings: PreparationSettings) -> None:
         print(f"{row['way']:8} {row['tokens_per_second'] / 1e6:.2f} M tokens/s")
     write(out, {"environment": environment(), "rows": rows, "speed": speed})
     print(f"ours is {speed:.2f} times as fast as nanoGPT's way; written to {out}")
+
+
+def check_files(source: str) -> None:
+    """Raise a UserError if a file of `source` is not a parquet file with a column called text."""
+    for file in find_files(source, print, key="source"):
+        if file.suffix != ".parquet":
+            raise UserError(f"source={source} includes {file}; name .parquet files only, for nanoGPT's way")
+        if COLUMN not in columns_of(file):
+            raise UserError(f"source={source} includes {file} without a column {COLUMN}; name files that have one")
 
 
 def measure(source: str, workers: int, rounds: int) -> list[dict]:
@@ -74,7 +83,8 @@ def measure(source: str, workers: int, rounds: int) -> list[dict]:
         row = {"way": name, "workers": workers, "tokens": tokens, "seconds": statistics.median(all_seconds)}
         rows.append(row | {"tokens_per_second": tokens / row["seconds"], "all_seconds": all_seconds})
     if len({row["tokens"] for row in rows}) > 1:
-        raise UserError(f"the two ways produce different numbers of tokens: {rows}")
+        counts = " and ".join(f"{row['tokens']:,}" for row in rows)
+        raise UserError(f"source={source} becomes {counts} tokens in the two ways; leave empty documents out of it")
     return rows
 
 
@@ -114,7 +124,7 @@ def nanogpts(source: str, workers: int, folder: Path) -> tuple[float, int]:
 def tokenize(row: dict) -> dict:
     """Return the token ids of a row of the table, and their number."""
     tokenizer = get_tokenizer("gpt2")
-    ids = [*tokenizer._encoding.encode_ordinary(row["text"]), tokenizer.eot]
+    ids = [*tokenizer._encoding.encode_ordinary(row[COLUMN]), tokenizer.eot]
     return {"ids": ids, "len": len(ids)}
 
 

@@ -28,9 +28,9 @@ from bench.common.command_line import check_choice, check_output_file, check_pos
 from bench.common.results import ROOT, environment, results_folder, write
 from bench.training.trainers import DTYPE, VOCABULARY, Trainer, TrainingCell, ours
 from data.config import DataConfig
-from data.loader import TrainLoader
-from data.tokens import open_tokens
-from errors import UserError
+from data.loader import TrainLoader, check_length
+from data.tokens import TokenSet, open_tokens
+from errors import UserError, problem_of
 from model.huggingface import save_pretrained
 from trainer.loggers import finite
 from trainer.optimizer import OptimizerConfig, learning_rate
@@ -72,6 +72,17 @@ class QualitySettings:
         check_output_file("out", self.out)
 
 
+def open_gpt2_tokens(folder: str, context_length: int) -> TokenSet:
+    """Open the setting `tokens` of a benchmark. A UserError names that setting, not those of train.py."""
+    try:
+        tokens = open_tokens(DataConfig(name="tokens", dir=folder, tokenizer="gpt2"))
+        check_length(tokens.train, context_length, "train.bin")
+    except UserError as error:
+        remedy = "give a folder of GPT-2 tokens from data.prepare"
+        raise UserError(f"tokens={folder} cannot be used ({problem_of(error)}); {remedy}") from error
+    return tokens
+
+
 def run(settings: QualitySettings) -> None:
     """Train all, write the curves, and exit with status 1 if the fast runs end elsewhere than the plain ones."""
     if not abs(compare(settings)) <= TOLERANCE:  # also true of NaN
@@ -83,7 +94,7 @@ def compare(settings: QualitySettings) -> float:
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise UserError("device=cuda finds no GPU; use device=cpu with a small model, such as model_name=gpt2-nano")
     cell = TrainingCell(settings.model_name, settings.context_length, (settings.batch,))
-    tokens = open_tokens(DataConfig(name="tokens", dir=settings.tokens, tokenizer="gpt2"))
+    tokens = open_gpt2_tokens(settings.tokens, settings.context_length)
     out = settings.out or results_folder() / "quality.json"
     about = {"environment": environment(), "model": cell.name, "batch_size": settings.batch}
     rows, ends = [], {}

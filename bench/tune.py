@@ -208,7 +208,7 @@ class TuneSettings:
 
 def run(settings: TuneSettings) -> None:
     if not torch.cuda.is_available():
-        raise UserError("bench.tune needs a GPU and finds none; run it on a machine with a GPU")
+        raise UserError("bench.tune finds no GPU; run it on a machine with a GPU")
     arch = dispatch.arch_of(torch.device("cuda", torch.cuda.current_device()))
     table = json.loads(TABLE.read_text())
     others = [row for row in table["plain"] if row["arch"] != arch or row["head_dim"] not in settings.head_dims]

@@ -90,7 +90,7 @@ def run(settings: AttentionSettings) -> None:
         return explain(shapes, settings.arch)
     on_gpu = torch.cuda.is_available()
     if not (on_gpu or settings.function):
-        raise UserError("bench.attention needs a GPU and finds none; without one, use explain or function")
+        raise UserError("bench.attention finds no GPU; without one, use explain=true or function=module:function")
     wrong = check_function(settings.function, "cuda" if on_gpu else "cpu") if settings.function else 0
     if not (on_gpu or settings.check):
         print("This machine has no GPU, so the function was checked but not timed.")
@@ -106,11 +106,13 @@ def run(settings: AttentionSettings) -> None:
 def chosen_shapes(settings: AttentionSettings) -> list[AttentionShape]:
     """Return the shapes of SHAPES that the settings name, or the one shape that they describe."""
     if settings.seq_len and settings.cells:
-        raise UserError("cells and seq_len exclude each other; leave one of the two out")
+        raise UserError(f"cells=[{','.join(settings.cells)}] has no effect with seq_len; leave one of the two out")
     if settings.seq_len:
         return [own_shape(settings)]
     if any((settings.batch, settings.heads, settings.kv_heads, settings.head_dim, settings.causal)):
-        raise UserError("a shape of your own needs seq_len=...; without one, choose shapes with cells=[...]")
+        raise UserError(
+            "seq_len=null leaves your own shape incomplete; give seq_len=..., or choose cells=[...] instead"
+        )
     names = [shape.name for shape in SHAPES]
     wanted = names if settings.cells is None else settings.cells
     if not wanted:

@@ -94,7 +94,7 @@ def check_positive(settings: object, *keys: str, most: float = 2**31) -> None:
         value = getattr(settings, key)
         for number in _items(key, value):
             if not number > 0:  # also true of NaN
-                raise UserError(f"{key}={_as_written(value)} must be positive; give a number above 0")
+                raise UserError(f"{key}={_as_written(value)} is not positive; give a number above 0")
             if number > most:
                 raise UserError(f"{key}={_as_written(value)} is too large; give at most {most}")
 

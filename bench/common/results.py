@@ -36,7 +36,7 @@ def results_folder(gpu: str | None = None) -> Path:
     """Return the results folder called `gpu`, or the folder of this machine's GPU."""
     if gpu is None:
         if not torch.cuda.is_available():
-            raise UserError("the results folder is named after the GPU and torch finds none; name a file with out=...")
+            raise UserError("out=null names the results folder after the GPU, and torch finds none; give out=FILE")
         gpu = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower().removeprefix("nvidia "))
     return ROOT / "bench" / "results" / gpu
 

@@ -12,11 +12,9 @@ from torch import Tensor, nn
 
 from bench.common.timing import Gpu
 from bench.paper.settings import PaperSettings
-from bench.quality import fast_losses, plain, plain_losses
+from bench.quality import fast_losses, open_gpt2_tokens, plain, plain_losses
 from bench.training.trainers import VOCABULARY, Trainer, TrainingCell, ours
-from data.config import DataConfig
 from data.loader import TrainLoader
-from data.tokens import open_tokens
 from trainer.evaluation import validate
 
 SEED, OTHER_SEEDS = 1, (2, 3, 4)
@@ -42,7 +40,7 @@ class HuggingFaceLoss(nn.Module):
 
 def measure(cell: dict, gpu: Gpu, settings: PaperSettings) -> Iterator[dict]:
     """Yield one row with the perplexity. All runs of a seed begin with the same weights and see the same tokens."""
-    tokens = open_tokens(DataConfig(name="tokens", dir=settings.tokens, tokenizer="gpt2"))
+    tokens = open_gpt2_tokens(settings.tokens, cell["context_length"])
     sizes = {key: cell[key] for key in ("batch_size", "context_length")} | {"vocab_size": VOCABULARY}
     device, steps = torch.device(gpu.device), cell["steps"]
     shape = TrainingCell(cell["model"], cell["context_length"], (cell["batch_size"],))

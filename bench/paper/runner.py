@@ -45,7 +45,7 @@ def run(settings: PaperSettings) -> None:
     Exit with status 1 if cells failed.
     """
     if settings.size == "full" and not torch.cuda.is_available():
-        raise UserError("size=full needs a GPU and torch finds none; use size=smoke")
+        raise UserError("size=full finds no GPU; use size=smoke")
     folder = SMOKE_FOLDER if settings.size == "smoke" else results_folder()
     commit = environment()["commit"]
     names = list(TABLES) if settings.table == "all" else [settings.table]
@@ -88,8 +88,8 @@ def begin(path: Path, settings: PaperSettings) -> dict:
     for key in ("gpu", "driver", "torch", "triton", *([] if settings.any_commit else ["commit"])):
         if then.get(key) != here[key]:
             raise UserError(
-                f"{path} has {key} {then.get(key)}, not {here[key]}; resume=false measures all again, and "
-                "any_commit=true adds to results of another commit"
+                f"{path} has {key} {then.get(key)}, not {here[key]}; measure all again with resume=false, or add to "
+                "results of another commit with any_commit=true"
             )
     return results
 

@@ -105,7 +105,7 @@ def run(settings: TrainingSettings) -> None:
     """Measure the cells and write the results after each."""
     builders = load_builders(settings)
     if not torch.cuda.is_available():
-        raise UserError("bench.training needs a GPU, and torch finds none; run it on a machine with a CUDA device")
+        raise UserError("bench.training finds no GPU; run it on a machine with a GPU")
     out = settings.out or (None if settings.is_partial() else results_folder(None) / "training.json")
     torch.backends.cuda.matmul.allow_tf32 = True  # as in nanoGPT
     torch._dynamo.config.automatic_dynamic_shapes = False  # Compile each micro-batch separately.

@@ -188,7 +188,9 @@ def test_a_refusal_of_wandb_is_one_sentence(server, tmp_path, monkeypatch):
 
     server._service_api.execute_graphql = refuse
     settings = DashboardSettings(entity="others", out=str(tmp_path / "a.json"))
-    refused = r"did not take the report for others/gpt2-flash \(CommError: permission denied\); check entity="
+    refused = (
+        r"entity=others project=gpt2-flash did not take the report \(CommError: permission denied\); check entity="
+    )
     with pytest.raises(UserError, match=refused):
         dashboard.run(settings)
     monkeypatch.setattr(Server, "default_entity", None)

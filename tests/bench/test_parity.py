@@ -100,7 +100,7 @@ def test_settings_after_two_dashes_go_to_train_py(tmp_path, monkeypatch, capsys)
         ({"variants": []}, r"variants=\[\] is empty"),
         ({"steps": 1}, "steps=1 leaves no step to time"),
         ({"steps": 2**60}, "steps=1152921504606846976 is too large"),
-        ({"settings": []}, "torch finds none; add -- device=cpu"),
+        ({"settings": []}, "bench.parity finds no GPU; add -- device=cpu"),
     ],
     ids=["unknown attention", "no attention", "one step", "too many steps", "no GPU"],
 )

@@ -67,3 +67,13 @@ def test_losses_that_are_not_finite_are_written_as_null(tokens, monkeypatch):
 def test_impossible_settings_are_refused(given, sentence):
     with pytest.raises(UserError, match=sentence):
         quality.run(QualitySettings(tokens="tokens", **given))
+
+
+def test_unsuitable_token_files_are_refused_by_the_name_of_this_programs_setting(tokens):
+    refused = {
+        "nowhere": r"tokens=nowhere cannot be used \(nowhere/train\.bin does not exist\); give a folder of GPT-2",
+        str(tokens): f"tokens={tokens} cannot be used .train.bin holds 4000 tokens, but one window takes 4001.; give",
+    }
+    for folder, sentence in refused.items():
+        with pytest.raises(UserError, match=f"^{sentence}"):
+            quality.run(QualitySettings(tokens=folder, device="cpu", context_length=4000))

@@ -28,7 +28,7 @@ def refusal(monkeypatch, capsys, *arguments):
 def test_without_a_gpu_one_sentence_and_status_2(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert refusal(monkeypatch, capsys) == (
-        "error: bench.attention needs a GPU and finds none; without one, use explain or function\n"
+        "error: bench.attention finds no GPU; without one, use explain=true or function=module:function\n"
     )
 
 
@@ -115,7 +115,7 @@ def test_a_shape_of_your_own():
     [
         (["cells=[d65]"], ["cells=[d65]", "d64_causal_512"]),
         (["head_dim=64"], ["seq_len=", "cells="]),
-        (["seq_len=64", "cells=[gpt2]"], ["cells and seq_len exclude each other", "leave one of the two out"]),
+        (["seq_len=64", "cells=[gpt2]"], ["cells=[gpt2] has no effect with seq_len", "leave one of the two out"]),
         (["seq_len=64", "heads=4", "kv_heads=3"], ["heads=4", "kv_heads=3"]),
         (["dtype=int8"], ["dtype=int8", "bfloat16, float16, float32"]),
         (["rounds=0"], ["rounds=0"]),
@@ -143,7 +143,7 @@ def test_an_unknown_variant_is_refused():
 
 def test_only_the_whole_table_goes_to_the_gpus_folder(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UserError, match="torch finds none; name a file with out="):
+    with pytest.raises(UserError, match="torch finds none; give out=FILE"):
         attention.destination(AttentionSettings())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100-SXM4-80GB")

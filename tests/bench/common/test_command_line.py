@@ -70,8 +70,8 @@ def test_help_comes_from_the_docstrings(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("argument", "words"),
     [
-        ("rounds=0", "rounds=0 must be positive"),
-        ("sizes=[64,-1]", "sizes=[64,-1] must be positive"),
+        ("rounds=0", "rounds=0 is not positive; give a number above 0"),
+        ("sizes=[64,-1]", "sizes=[64,-1] is not positive; give a number above 0"),
         ("round=1", "did you mean rounds?"),
         ("cells=a,b", "cells=a,b is not a list; write 'cells=[a,b]'"),
         ("cells=a", "cells=a is not a list; write 'cells=[a]'"),

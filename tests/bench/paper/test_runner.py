@@ -135,7 +135,7 @@ def test_results_of_another_commit_are_refused_and_kept(measured, monkeypatch):
     runner.run(SMOKE)
     monkeypatch.setenv("GIT_COMMIT", "second")
     before = RESULTS.read_text()
-    refused = "paper-letters.json has commit first, not second; resume=false measures all again, and any_commit=true"
+    refused = "paper-letters.json has commit first, not second; measure all again with resume=false, or add"
     with pytest.raises(UserError, match=refused):
         runner.run(SMOKE)
     assert RESULTS.read_text() == before and len(measured.letters) == 3
@@ -268,7 +268,7 @@ def test_without_a_gpu_the_full_size_is_refused_with_the_remedy(tmp_path, monkey
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     outcome = run("bench/paper/__main__.py", "table=kernels")
     assert (outcome.code, outcome.out) == (2, "")
-    assert outcome.err == "error: size=full needs a GPU and torch finds none; use size=smoke\n"
+    assert outcome.err == "error: size=full finds no GPU; use size=smoke\n"
     assert not any(tmp_path.iterdir())
 
 

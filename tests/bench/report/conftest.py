@@ -19,7 +19,7 @@ def write_run(tmp_path) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
-    """Start the Chromium that CHROMIUM names, or one on the path; skip if there is none."""
+    """Start the Chromium that CHROMIUM names, or one on the path. Skip the tests if neither exists."""
     installed = (shutil.which(name) for name in ("chromium", "chromium-browser", "google-chrome"))
     path = os.environ.get("CHROMIUM") or next(filter(None, installed), None)
     if path is None:

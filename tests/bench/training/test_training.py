@@ -286,11 +286,11 @@ def test_idle_time_is_time_without_a_kernel():
         ({"trainers": ["ours:magic"]}, "trainers=ours:magic is unknown; choose one of ours:flash2, "),
         ({"trainers": ["nanogpt:sdpa"]}, "trainers=nanogpt:sdpa needs nanoGPT's model.py; add nanogpt="),
         ({"batches": []}, r"batches=\[\] is empty"),
-        ({"batches": [32, 0]}, r"batches=\[32,0\] must be positive"),
+        ({"batches": [32, 0]}, r"batches=\[32,0\] is not positive; give a number above 0"),
         ({"batches": [10**20]}, r"batches=\[10+\] is too large; give at most 1048576"),
         ({"rounds": 2**62}, "rounds=4611686018427387904 is too large"),
         ({"rounds": 10_001}, "rounds=10001 is too large; give at most 10000"),
-        ({"budget_seconds": float("nan")}, "budget_seconds=nan must be positive"),
+        ({"budget_seconds": float("nan")}, "budget_seconds=nan is not positive; give a number above 0"),
         ({"budget_seconds": float("inf")}, "budget_seconds=inf is too large; give at most 31536000"),
         ({"cells": [["gpt2_1k"]]}, "cells=.*gpt2_1k.* is unknown; choose one of gpt2_1k, "),
         ({"trainers": []}, r"trainers=\[\] is empty"),
@@ -328,7 +328,7 @@ def test_own_function_trains_like_the_variant_that_it_calls(cell, tmp_path, monk
 
 
 def test_a_function_that_does_not_exist_is_refused():
-    with pytest.raises(UserError, match="function=nowhere:attention: Python finds no module nowhere"):
+    with pytest.raises(UserError, match="function=nowhere:attention names module nowhere, which Python does not find"):
         compare.run(TrainingSettings(function="nowhere:attention"))
     with pytest.raises(UserError, match="function=math:sqrt cannot be called as"):
         compare.run(TrainingSettings(function="math:sqrt"))
