@@ -43,7 +43,7 @@ TINY = (
 
 @dataclass
 class Outcome:
-    """The exit status of a script and its output."""
+    """Hold the exit status of a script and its output."""
 
     code: int
     out: str

@@ -19,7 +19,7 @@ LOSSES = ("train/loss", "train/grad_norm", "val/loss")
 
 
 def spoil(monkeypatch, factor: float, *calls: int) -> None:
-    """The model's loss is multiplied by `factor` at its calls of these numbers."""
+    """Multiply the model's loss by `factor` at the calls with these numbers (the first is 1)."""
     forward, count = GPT2.forward, itertools.count(1)
     monkeypatch.setattr(
         GPT2, "forward", lambda *args, **kw: forward(*args, **kw) * (factor if next(count) in calls else 1)
@@ -53,8 +53,8 @@ def test_too_many_steps_in_a_row_that_are_not_finite_stop_the_run(workplace, mon
     assert (refused.code, refused.err.count("is not the record of a step")) == (2, 1)
 
 
-def test_no_checkpoint_has_steps_in_it_that_nobody_judged(workplace, monkeypatch):
-    """After a kill nobody would: here rows of metrics are further apart than checkpoints."""
+def test_no_checkpoint_holds_steps_that_were_not_judged(workplace, monkeypatch):
+    """A run that resumes after a kill does not see them again. Here, metrics are rarer than checkpoints."""
     often = ("train.log_interval=20", "train.eval_interval=99", "checkpoint.interval=10", "train.max_steps=20")
     spoil(monkeypatch, math.nan, 7)
     outcome = train("run", *often)
@@ -90,7 +90,7 @@ def replayed(outcome) -> dict:
 
 
 def test_spike_is_recorded_and_its_batch_replayed_to_the_bit(workplace, monkeypatch):
-    """Logged every 4 steps, so that the record is made when the loader is further on."""
+    """Log every 4 steps, so that the loader is further on when the step is recorded."""
     often = ("train.max_steps=28", "checkpoint.interval=1", "checkpoint.keep=9", "train.grad_accumulation=2")
     spoil(monkeypatch, 100.0, 49, 50)  # the two micro-batches of step 25
     outcome = train("run", *often, "train.log_interval=4", "train.eval_interval=99")
@@ -121,7 +121,7 @@ def test_a_spike_that_the_disk_cannot_record_is_told_and_training_goes_on(workpl
 
 
 def test_what_is_recorded_is_replayed_as_asked(workplace, monkeypatch):
-    """Activations as in the run; another precision where one is named."""
+    """The replay has the run's activation checkpointing, and the precision of its own command line."""
     spoil(monkeypatch, math.nan, 3)
     outcome = train("run", "train.activation_checkpointing=full")
     file = re.search(r"record=\S+", outcome.err).group()

@@ -1,4 +1,4 @@
-"""export.py: what it writes is a GPT-2 to Hugging Face."""
+"""export.py writes folders that Hugging Face loads as GPT-2."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Whatever a user gives, the answer is a result or one sentence: never a traceback, never a hang."""
+"""Any input gives a result or one sentence, never a traceback or a hang."""
 
 import gzip
 import hashlib
@@ -28,12 +28,12 @@ from trainer.checkpoint.files import SEAL, write_file
 from trainer.checkpoint.load import load
 
 pytest_plugins = ["tests.e2e"]
-# The same examples every time; one temporary folder serves all those of a test.
+# Use the same examples every time, and one temporary folder for all examples of a test.
 fuzz = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), max_examples=50)
 
 
 def keys(config: type = Config, prefix: str = "") -> list[str]:
-    """Every key of the configuration, groups included."""
+    """Return every key of the configuration, including groups."""
     below = [(field.type, f"{prefix}{field.name}") for field in fields(config)]
     return [key for kind, name in below for key in (name, *(keys(kind, f"{name}.") if is_dataclass(kind) else ()))]
 
@@ -85,7 +85,7 @@ def test_any_command_line_is_taken_or_refused_in_one_sentence(tmp_path, override
 
 
 def or_refused(function, *args, **kwargs):
-    """The result; None where it is refused in one sentence."""
+    """Return the function's result, or None if it refuses its input in one sentence."""
     try:
         return function(*args, **kwargs)
     except UserError as error:
@@ -133,7 +133,7 @@ def test_any_file_is_refused_as_a_checkpoint_in_one_sentence(tmp_path, content, 
 
 
 def places(state: dict, depth: int = 2) -> list[tuple]:
-    """Where something lies in a state, down to that depth."""
+    """Return the paths of keys to all entries of a nested state, down to `depth`."""
     inner = [(key, *place) for key in state if isinstance(state[key], dict) for place in places(state[key], depth - 1)]
     return [(key,) for key in state] + inner if depth else []
 
@@ -141,7 +141,7 @@ def places(state: dict, depth: int = 2) -> list[tuple]:
 @given(data=st.data(), junk=st.sampled_from(["nothing", None, "x", -1, [], {}]))
 @settings(fuzz, max_examples=12)
 def test_a_checkpoint_of_another_form_is_continued_or_refused_in_one_sentence(trained, tmp_path_factory, data, junk):
-    """As another version might have written it: one thing is not there, or is something else."""
+    """Remove one entry or replace it by another type, as if another version had written the checkpoint."""
     folder = tmp_path_factory.mktemp("other")
     state = load(trained)
     *outer, last = data.draw(st.sampled_from(places(state)))

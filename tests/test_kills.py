@@ -20,8 +20,8 @@ pytestmark = pytest.mark.slow
 LOSSES = ("train/loss", "train/grad_norm", "val/loss")
 
 
-# Forks train.py as often as its first argument says, kills it each time, and lets it finish at last. A kill comes up to
-# 10 ms after one of the next calls of what makes a step, or of a part of writing a checkpoint.
+# Forks train.py as often as its first argument says, kills it each time, and lets the last one finish. A kill comes up
+# to 10 ms after one of the next calls of train_step, or of a function that writes a checkpoint.
 KILLER = """
 import glob, os, random, signal, sys, time
 import torch
@@ -46,11 +46,11 @@ for life in range(times):
     pid, calls = fork(*moments[life % len(moments)])
     for _ in range(random.randint(1, 3) + (life == 0)):
         os.read(calls, 1)
-    while not glob.glob("killed/checkpoints/step-*.pt"):  # for all others to continue
+    while not glob.glob("killed/checkpoints/step-*.pt"):  # The other runs continue from it.
         time.sleep(0.001)
     time.sleep(random.uniform(0, 0.01))
     os.kill(pid, signal.SIGKILL)
-    assert os.waitpid(pid, 0)[1] == signal.SIGKILL, "it had ended"
+    assert os.waitpid(pid, 0)[1] == signal.SIGKILL, "the run had ended before the kill"
     os.close(calls)
 pid, _ = fork(*moments[0])
 sys.exit(os.waitpid(pid, 0)[1])
@@ -60,7 +60,7 @@ sys.exit(os.waitpid(pid, 0)[1])
 @pytest.mark.parametrize("beside", ["true", "false"])
 @pytest.mark.parametrize("times", [4, pytest.param(20, marks=[pytest.mark.soak, pytest.mark.timeout(1200)])])
 def test_run_killed_again_and_again_ends_as_if_it_had_not_been(workplace, times, beside):
-    """Whether its checkpoints are written beside training or while it waits."""
+    """The run writes its checkpoints in the background (`beside`), or waits for them."""
     last = 8 * times
     settings = (f"train.max_steps={last}", "checkpoint.interval=1", "model.dropout=0.2")
     settings += (f"checkpoint.asynchronous={beside}",)
@@ -84,9 +84,9 @@ def test_run_killed_again_and_again_ends_as_if_it_had_not_been(workplace, times,
     ("device", "steps", "interval"), [("cpu", 36_000, 1000), pytest.param("cuda", 10**7, 1000, marks=pytest.mark.gpu)]
 )
 def test_long_run_grows_neither_in_memory_nor_in_files_nor_in_time(workplace, monkeypatch, device, steps, interval):
-    """Samples at the end of each evaluation: resident pages, open files, threads, bytes of tensors on the GPU, and the
-    seconds since the last. On a CPU it takes as many steps, though small ones, as README's first run would in two hours
-    at 0.2 s each; on a GPU it is told to end after eight minutes."""
+    """Take a sample at each checkpoint: resident pages, open files, threads, bytes of tensors on the GPU, and the time.
+    On a CPU the run takes 36,000 small steps: README's first run would take them in two hours at 0.2 s each. On a GPU
+    it ends after eight minutes."""
     samples = []
 
     def sample() -> None:
@@ -105,7 +105,7 @@ def test_long_run_grows_neither_in_memory_nor_in_files_nor_in_time(workplace, mo
     try:
         outcome = train("run", *small, *often, f"train.max_steps={steps}", f"device={device}")
     finally:
-        timer.cancel()  # or it would end the tests
+        timer.cancel()  # It would end the tests.
     assert outcome.code == (128 + signal.SIGTERM if device == "cuda" else 0), outcome.err
     pages, files, threads, tensors, clock = zip(*samples, strict=True)
     seconds = [after - before for before, after in itertools.pairwise(clock)]
@@ -115,10 +115,10 @@ def test_long_run_grows_neither_in_memory_nor_in_files_nor_in_time(workplace, mo
     print(f"{median(tensors[early:half])} bytes of tensors, then {median(tensors[half:])}")
     opened, running = (f"{max(x[:early])}, then {min(x[half:])} to {max(x[half:])}" for x in (files, threads))
     print(f"files {opened}; threads {running}")
-    assert len(samples) >= 24  # so that three come before, of which the first may have more or less of everything
-    # what leaks stays open, while a file in use makes one sample the larger
+    assert len(samples) >= 24  # at least three before `early`; the first may have more or less of everything
+    # Leaked files stay open, so compare minima: a file in use makes single samples larger.
     assert min(files[half:]) <= max(files[:early]) and min(threads[half:]) <= max(threads[:early])
-    # batches and figures on their way make some samples a few percent larger
+    # Batches and metrics that are still in use make some samples a few percent larger.
     assert median(tensors[half:]) <= 1.005 * median(tensors[early:half])
     assert max(pages[half:]) < 1.02 * max(pages[early:half])
     assert median(seconds[half:]) < 1.25 * median(seconds[early:half])

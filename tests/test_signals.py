@@ -23,12 +23,12 @@ def twice(number: int) -> None:
 def test_a_second_sigterm_lets_the_run_save(workplace, monkeypatch):
     monkeypatch.setattr(GPT2, "forward", at_call(8, lambda: twice(signal.SIGTERM), GPT2.forward))
     outcome = train("run", "train.max_steps=20")
-    assert outcome.code == 128 + signal.SIGTERM, "what Slurm is told to requeue on"
+    assert outcome.code == 128 + signal.SIGTERM, "Slurm requeues a job with this status"
     assert load(find("run"))["step"] == curve("run")[-1][0] == 8
 
 
 def test_a_job_out_of_time_is_saved_before_it_is_queued_again(workplace, monkeypatch):
-    """By the handler that submitit has for SIGUSR2, which in the first process does not return."""
+    """The job is queued again by submitit's handler of SIGUSR2, which does not return in the first process."""
 
     def queue_again(number, frame):
         sys.exit(f"queued again after step {load(find('run'))['step']}")
@@ -52,7 +52,7 @@ def interrupted_by(*numbers: int) -> Fork:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GPT2, "forward", at_call(8, interrupt, GPT2.forward))
-        hang_up = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup, under which the tests may run, has it ignored
+        hang_up = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and the tests may run under nohup
         process = Fork("train.py", *TINY, "train.max_steps=20", "checkpoint.interval=5", "hydra.run.dir=run")
         signal.signal(signal.SIGHUP, hang_up)
     return process
@@ -67,7 +67,7 @@ def test_a_second_ctrl_c_stops_at_once(workplace, second):
 
 
 def test_a_terminal_that_is_closed_lets_the_run_save(workplace):
-    """Nobody reads stdout and stderr then."""
+    """Close stdout and stderr too, as a closed terminal does."""
     process = interrupted_by(signal.SIGHUP)
     process.stdout.close()
     process.stderr.close()
@@ -76,7 +76,7 @@ def test_a_terminal_that_is_closed_lets_the_run_save(workplace):
 
 
 def test_training_goes_on_where_nobody_reads_what_it_says(workplace):
-    """As before | head, which ends when it has had its lines."""
+    """Close the pipe early, as `train.py | head` does."""
     process = Fork("train.py", *TINY, "train.max_steps=20", "hydra.run.dir=run", encoding="ascii")
     process.stdout.readline()
     process.stdout.close()
@@ -92,7 +92,7 @@ def test_what_cannot_be_encoded_is_escaped_in_the_sample_at_the_end(workplace, m
 
 
 def test_a_terminal_that_is_gone_ends_no_run(workplace, monkeypatch):
-    """Not the live line on it either."""
+    """The live progress line is on that terminal too."""
     monkeypatch.setenv("TERM", "xterm")
     terminal, end = os.openpty()
     process = Fork("train.py", *TINY, "train.max_steps=20", "hydra.run.dir=run", end=end)
@@ -106,16 +106,18 @@ def test_a_terminal_that_is_gone_ends_no_run(workplace, monkeypatch):
 
 
 def test_a_signal_during_an_evaluation_does_not_wait_for_its_end(workplace, monkeypatch):
-    """In its second batch of 4, after step 10."""
+    """The signal arrives in the second batch of 4, in the evaluation after step 10."""
     monkeypatch.setattr(GPT2, "forward", at_call(12, lambda: os.kill(os.getpid(), signal.SIGTERM), GPT2.forward))
     outcome = train("run", "train.max_steps=20")
     assert outcome.code == 128 + signal.SIGTERM and "SIGTERM after step 10; continue with" in outcome.out
     assert load(find("run"))["step"] == 10 and curve("run", "val/loss")[-1] == (10, None)
-    assert curve("run", "train/loss")[-1][1] is not None, "what the step came to is told"
+    assert curve("run", "train/loss")[-1][1] is not None, "the row has the loss of the step"
     monkeypatch.undo()
     monkeypatch.chdir(workplace)
     resume = ("train.max_steps=20", "checkpoint.dir=run/checkpoints", "checkpoint.resume=auto")
     train("run", *resume).ok()
     train("whole", "train.max_steps=20").ok()
     made_up, whole = ({step: loss for step, loss in curve(of, "val/loss") if loss} for of in ("run", "whole"))
-    assert made_up == whole and list(whole) == [10, 20], "what was cut short is made up"
+    assert made_up == whole and list(whole) == [10, 20], (
+        "the resumed run repeats the evaluation that the signal cut short"
+    )

@@ -1,4 +1,4 @@
-"""Whole runs of train.py on a CPU: what they write, and how they stop and continue."""
+"""Whole runs of train.py on a CPU: the files they write, and how they stop and continue."""
 
 import math
 import os
@@ -34,7 +34,7 @@ pytest_plugins = ["tests.e2e"]
 
 LOSSES = ("train/loss", "train/perplexity", "train/grad_norm", "train/lr", "val/loss", "val/perplexity")
 DEMANDING = ("train.max_steps=40", "train.grad_accumulation=2", "model.dropout=0.2", "checkpoint.interval=10")
-# train.py, but slow enough after step 23 for a test to end it before its checkpoint of step 30.
+# train.py, but so slow after step 23 that a test can end it before its checkpoint of step 30.
 SLOW_TRAINER = """
 import time, train
 quick_step = train.train_step
@@ -71,7 +71,7 @@ def test_run_killed_with_sigkill_continues_bit_for_bit(workplace):
         "step-00000010.pt",
         "step-00000020.pt",
     ]
-    # What a kill in the midst of writing leaves.
+    # Add the files that a kill during writing leaves.
     Path("killed/checkpoints/step-00000030.partial").write_bytes(b"PK")
     with open("killed/metrics.jsonl", "a") as metrics:
         metrics.write('{"step": 24, "tok')
@@ -82,7 +82,7 @@ def test_run_killed_with_sigkill_continues_bit_for_bit(workplace):
 
 @pytest.mark.gpu
 def test_run_killed_on_the_gpu_continues_bit_for_bit_in_deterministic_mode(workplace):
-    """In processes of their own, since cuBLAS reads its setting when it starts."""
+    """Each run is a process of its own, because cuBLAS reads its setting when it starts."""
 
     def begin(folder: str) -> Popen:
         settings = (*TINY, *DEMANDING, "device=cuda", "train.deterministic=true", f"hydra.run.dir={folder}")
@@ -101,7 +101,7 @@ def test_run_killed_on_the_gpu_continues_bit_for_bit_in_deterministic_mode(workp
 
 @pytest.mark.gpu
 def test_what_was_compiled_is_taken_from_the_disk_at_the_next_start(tmp_path, monkeypatch):
-    """torch kept nothing of a graph with an autograd.Function in it: a warm start traced it all anew."""
+    """torch did not cache a graph with an autograd.Function, so a warm start traced everything again."""
     from torch._dynamo.utils import counters  # takes seconds to import
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
@@ -140,7 +140,7 @@ def test_run_that_broke_off_continues_bit_for_bit(workplace, monkeypatch, attent
 
 def test_sigterm_and_sigint_save_a_checkpoint_and_say_how_to_continue(workplace):
     signals = {"terminated": signal.SIGTERM, "interrupted": signal.SIGINT}
-    # At no step is an evaluation due: one that a signal prevents is made on resuming, in a row of its own.
+    # No evaluation is due: the resumed run would repeat an evaluation that the signal prevents, in a row of its own.
     no_evaluation = "train.eval_interval=1000000"
     endless = (*TINY, "train.max_steps=1000000", no_evaluation)
     processes = {name: start(str(ROOT / "train.py"), *endless, f"hydra.run.dir={name}") for name in signals}
@@ -159,7 +159,7 @@ def test_sigterm_and_sigint_save_a_checkpoint_and_say_how_to_continue(workplace)
 @pytest.mark.parametrize("interval", [5, 16])
 @pytest.mark.parametrize("moment", ["evaluation", "saving"])
 def test_signal_between_steps_loses_no_step(workplace, monkeypatch, moment, interval):
-    """A signal during an evaluation or while a checkpoint is written ends the run as well as one during a step.
+    """A signal during an evaluation, or while a checkpoint is written, ends the run like a signal during a step.
 
     The evaluation follows step 12, so there is an older checkpoint with an interval of 5 and none with one of 16.
     """
@@ -202,7 +202,7 @@ def test_loss_that_is_not_finite_stops_the_run_with_finite_weights_saved(workpla
 @pytest.mark.parametrize("interval", [1, 100])
 @pytest.mark.parametrize("beside", ["true", "false"])
 def test_weights_that_are_not_finite_are_not_saved_as_if_they_were(workplace, interval, beside):
-    """A step of such a rate leaves infinite ones, by which the next has a loss that is no number."""
+    """A step with this learning rate makes weights infinite, and the loss of the next step NaN."""
     assert train("run", "train.max_steps=4", "checkpoint.interval=2").ok()
     resume = ("train.max_steps=9", "checkpoint.resume=run/checkpoints", "optimizer.lr=1e300")
     outcome = train("run", *resume, f"checkpoint.interval={interval}", f"checkpoint.asynchronous={beside}")
@@ -258,7 +258,7 @@ def test_timing_leaves_out_evaluation_and_checkpoints(workplace, monkeypatch):
 
 @pytest.mark.parametrize("processes", [1, 2, 8])
 def test_validation_has_the_shape_of_a_micro_step(monkeypatch, processes):
-    """What fits in training fits there, and torch.compile meets no other batch."""
+    """Validation then fits the memory of training, and torch.compile sees one batch shape."""
     shape = ModelConfig(n_layer=1, n_head=2, n_embd=32, context_length=4, vocab_size=65)
     asked = []
 
@@ -299,7 +299,7 @@ def test_accumulated_gradients_give_the_same_losses_as_a_larger_batch(workplace)
 
 
 def test_validation_tokens_and_dropout_are_the_same_at_every_evaluation(workplace):
-    """With a learning rate of zero nothing but the tokens could change the validation loss."""
+    """With a learning rate of zero, only other tokens or dropout could change the validation loss."""
     frozen = ("optimizer.lr=0", "optimizer.min_lr=0", "model.dropout=0.3", "train.eval_interval=2")
     train("run", *frozen, "train.max_steps=8", "train.eval_tokens=100").ok()
     evaluations = [row["val/loss"] for row in rows("run") if "val/loss" in row]
@@ -323,7 +323,7 @@ def test_newest_checkpoints_and_the_best_are_kept(workplace, monkeypatch):
 
 
 def test_run_started_afresh_in_an_old_folder_is_refused(workplace):
-    """The old run's later steps were taken for the newest, and each new checkpoint was deleted as soon as written."""
+    """Such a run took the old run's later steps for the newest, and deleted each new checkpoint as soon as written."""
     train("run", "train.max_steps=30", "checkpoint.interval=10").ok()
     before = Path("run/metrics.jsonl").read_bytes()
     outcome = train("run", "train.max_steps=20", "checkpoint.interval=10")
@@ -346,7 +346,7 @@ def test_run_without_gpt2s_vocabulary_still_ends_well(workplace, monkeypatch):
 
 
 def test_bare_nanogpt_files_train_with_gpt2s_vocabulary(workplace):
-    """data=tokens alone, as for files of nanoGPT: no meta.json, and the tokenizer that nanoGPT uses."""
+    """The token files have no meta.json, like nanoGPT's, and the tokenizer is nanoGPT's."""
     assert sorted(path.name for path in Path("tokens").iterdir()) == ["train.bin", "val.bin"]
     train("run", "data.tokenizer=gpt2", "train.max_steps=2").ok()
     assert load("run/checkpoints/step-00000002.pt")["model_config"]["vocab_size"] == 50257
@@ -395,7 +395,7 @@ def test_prepared_text_trains(workplace):
 
 
 def test_documents_apart_train_alike_by_every_attention(workplace):
-    """Lines as documents: one curve for all attentions, and not the one of documents that see each other."""
+    """Lines are documents. All attentions give one curve, and it differs from the curve without the mask."""
     for path in (workplace / "tokens").iterdir():
         tokens = np.fromfile(path, dtype="<u2")
         np.where(tokens == ord("\n"), 256, tokens).astype("<u2").tofile(path)
