@@ -95,7 +95,7 @@ def linear_exponentials_kernel(a, b, start, out, sums, rows, columns, depth, voc
 
 
 def losses(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, out: Tensor) -> tuple[Tensor, Tensor]:
-    """Same contract as definition.relative_losses, for bf16 operands that selection.fuses accepts."""
+    """Compute definition.relative_losses, for bf16 operands that selection.fuses accepts."""
     start = triton_kernels.target_logits(hidden, weight, targets).neg_()
     sums = torch.empty((-(-len(weight) // N.value), len(hidden)), dtype=torch.float32, device=hidden.device)
     tensors = *operands(hidden, weight, transposed=True), start, out, sums

@@ -10,7 +10,7 @@ from kernels.hopper import selection
 def losses(
     hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, gradient: bool, out: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Same contract as definition.losses. On Hopper, bf16 inputs give the results of definition.relative_losses."""
+    """Compute definition.losses. On Hopper, bf16 inputs give the results of definition.relative_losses."""
     with torch.cuda.device_of(hidden):
         if hidden.dtype == torch.bfloat16 and selection.fuses(*out.shape, hidden, weight):
             from kernels.cross_entropy import hopper  # Gluon code for Hopper; other GPUs must not import it
@@ -21,6 +21,6 @@ def losses(
 
 
 def rescale_(dhidden: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor, scales: Tensor) -> Tensor:
-    """Same contract as definition.rescale_."""
+    """Compute definition.rescale_."""
     with torch.cuda.device_of(hidden):
         return triton_kernels.rescale_(dhidden, hidden, weight, targets, scales)

@@ -85,7 +85,7 @@ def cross_entropy_kernel(
 
 
 def cross_entropy_(logits: Tensor, targets: Tensor, vocab_size: int, gradient: bool) -> Tensor:
-    """Same contract as definition.cross_entropy_, for logits with dense rows."""
+    """Compute definition.cross_entropy_, for logits with dense rows."""
     losses = torch.empty(len(logits), device=logits.device)
     block = min(triton.next_power_of_2(logits.shape[1]), LONGEST_BLOCK)
     warps = max(block * WARPS // LONGEST_BLOCK, 1)
@@ -187,7 +187,7 @@ def relative_losses_(exponentials: Tensor, sums: Tensor, targets: Tensor) -> tup
 
 
 def rescale_(dhidden: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor, scales: Tensor) -> Tensor:
-    """Same contract as definition.rescale_, for contiguous tensors."""
+    """Compute definition.rescale_, for contiguous tensors."""
     rows, depth = hidden.shape
     scaled = torch.empty_like(hidden)
     m, k = RESCALE_TILE

@@ -53,7 +53,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *options) -> tuple[Tensor, Tensor, 
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l: Tensor, m: Tensor, *options
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Algorithm 4: return the gradients of q, k and v, in their shapes and dtypes. Every tile reads and rewrites dQ."""
+    """Run Algorithm 4: return the gradients of q, k and v, shaped and typed like them. Every tile rewrites dQ."""
     numbers, documents, causal, scale, dropout_p = options
     (batch, seq_q, heads, head_dim), (seq_k, kv_heads) = q.shape, k.shape[1:3]
     visibility = Visibility(seq_q, seq_k, q.device, documents, causal)

@@ -36,7 +36,7 @@ def _run(kernel, tile: TileConfig, programs: int, q: Tensor, k: Tensor, tensors,
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, *options) -> tuple[Tensor, Tensor, Tensor]:
-    """Same contract as definition.forward, except that m is in base 2."""
+    """Compute definition.forward, except that m is in base 2."""
     batch, seq_q, heads, head_dim = q.shape
     out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     l = torch.zeros((batch, heads, seq_q), dtype=torch.float32, device=q.device)
@@ -50,7 +50,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *options) -> tuple[Tensor, Tensor, 
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l: Tensor, m: Tensor, *options
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Same contract as definition.backward, for the results of `forward` in this module."""
+    """Compute definition.backward, for the results of `forward` in this module."""
     dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
     tensors = q, k, v, dout, out, l, m, dq, dk, dv, *options[:2]

@@ -55,7 +55,7 @@ def forward_kernel(
     M: tl.constexpr, N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
     CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr, DROPOUT: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Algorithm 1 for one head. Grid: B * heads.
+    """Run Algorithm 1 for one head. Grid: B * heads.
 
     The caller fills out (B, seq_q, heads, HEAD_DIM) and l (B, heads, seq_q) with 0, and m (B, heads, seq_q) with -inf.
     All three are fp32; m is in base 2.
@@ -111,7 +111,7 @@ def backward_kernel(
     M: tl.constexpr, N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
     CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr, DROPOUT: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Algorithm 4 for one key/value head and the query heads of its group. Grid: B * heads / groups.
+    """Run Algorithm 4 for one key/value head and the query heads of its group. Grid: B * heads / groups.
 
     The caller fills dq (B, seq_q, heads, HEAD_DIM) fp32 with 0. dq has the strides of out, and dv those of dk.
     """

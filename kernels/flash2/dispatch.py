@@ -101,7 +101,7 @@ def _plan_forward(
 ) -> tuple[TileConfig | HopperForwardConfig, bool, int, tuple, tuple]:  # fmt: skip
     """Return settings, whether TMA reads, programs, scalars and constants of a launch.
 
-    This takes the host as long as the launch itself, so the result is cached.
+    The result is cached, because computing it takes the time of a launch.
     """
     (batch, seq_q, heads, head_dim), seq_k = q_shape, k_shape[1]
     options = Options(None, documents or None, blocks or None, *options)

@@ -102,7 +102,7 @@ def _launch(kernel, tensors: tuple, shape: torch.Size, numbers, documents, causa
 
 
 def forward(scores: Tensor, *options) -> tuple[Tensor, Tensor]:
-    """Same contract as definition.forward, for contiguous scores."""
+    """Compute definition.forward, for contiguous scores."""
     probabilities, dropout_p = torch.empty_like(scores), options[-1]
     kept = torch.empty_like(scores) if dropout_p else scores.new_empty(0)
     _launch(softmax_kernel, (scores, probabilities, kept), scores.shape, *options)
@@ -110,7 +110,7 @@ def forward(scores: Tensor, *options) -> tuple[Tensor, Tensor]:
 
 
 def backward(dkept: Tensor, probabilities: Tensor, *options) -> Tensor:
-    """Same contract as definition.backward."""
+    """Compute definition.backward."""
     dscores = torch.empty_like(probabilities)
     _launch(softmax_gradient_kernel, (dkept, probabilities, dscores), dkept.shape, *options)
     return dscores

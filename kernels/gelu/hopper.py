@@ -160,7 +160,7 @@ def arguments_of(a, b, bias, out, saved, recomputed, sums, gradient: bool, keep_
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor, keep_output: bool) -> tuple[Tensor, Tensor]:
-    """Same contract as definition.forward, for inputs that selection.fuses_whole_tiles accepts."""
+    """Compute definition.forward, for inputs that selection.fuses_whole_tiles accepts."""
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
     saved = torch.empty_like(out)
     arguments = arguments_of(x, weight, bias, out, saved, None, None, gradient=False, keep_output=keep_output)
@@ -171,7 +171,7 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor, keep_output: bool) -> tuple
 def backward(
     dout: Tensor, weight: Tensor, bias: Tensor, saved: Tensor, keep_output: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Same contract as definition.backward, for inputs that selection.fuses_whole_tiles accepts."""
+    """Compute definition.backward, for inputs that selection.fuses_whole_tiles accepts."""
     rows, columns = saved.shape
     dpre, recomputed = torch.empty_like(saved), None if keep_output else torch.empty_like(saved)
     sums = torch.empty((-(-rows // M.value), columns), dtype=torch.float32, device=saved.device)

@@ -8,7 +8,7 @@ from kernels.hopper import selection
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor, keep_output: bool) -> tuple[Tensor, Tensor]:
-    """Same contract as definition.forward."""
+    """Compute definition.forward."""
     if selection.fuses_whole_tiles(len(x), len(weight), x, weight, bias):
         from kernels.gelu import hopper  # Gluon code for Hopper; other GPUs must not import it
 
@@ -20,7 +20,7 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor, keep_output: bool) -> tuple
 def backward(
     dout: Tensor, weight: Tensor, bias: Tensor, saved: Tensor, keep_output: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Same contract as definition.backward."""
+    """Compute definition.backward."""
     if selection.fuses_whole_tiles(*saved.shape, dout, weight, bias, saved):
         from kernels.gelu import hopper
 

@@ -93,7 +93,7 @@ def layer_norm_gradient_kernel(
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Same contract as definition.forward, which is called for fp64 and for rows wider than WIDEST."""
+    """Compute definition.forward, which itself runs for fp64 and for rows wider than WIDEST."""
     rows, columns = x.shape
     if columns > WIDEST or x.dtype == torch.float64:
         return definition.forward(x, weight, bias, eps)
@@ -111,7 +111,7 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor
 def backward(
     dout: Tensor, dstream: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, with_sum: bool
 ) -> tuple[Tensor, Tensor]:
-    """Same contract as definition.backward, which is called for fp64 and for rows wider than WIDEST."""
+    """Compute definition.backward, which itself runs for fp64 and for rows wider than WIDEST."""
     rows, columns = x.shape
     if columns > WIDEST or x.dtype == torch.float64:
         return definition.backward(dout, dstream, x, weight, mean, rstd, with_sum)

@@ -84,7 +84,7 @@ def arguments_of(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | Non
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None) -> Tensor:
-    """Same contract as launch.forward, for inputs that selection.fuses_whole_tiles accepts."""
+    """Compute launch.forward, for inputs that selection.fuses_whole_tiles accepts."""
     out = torch.empty((len(x), len(weight)), dtype=x.dtype, device=x.device)
     key = bias.dtype, residual is None
     launch_product(linear_sum_kernel, key, x, *arguments_of(x, weight, bias, residual, out))

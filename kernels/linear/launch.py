@@ -7,7 +7,7 @@ from kernels.linear import definition
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None) -> Tensor:
-    """Same contract as definition.forward, except that Hopper's product is also rounded before its bias is added."""
+    """Compute definition.forward, except that Hopper's product is also rounded before its bias is added."""
     others = (weight, bias) if residual is None else (weight, bias, residual)
     if selection.fuses_whole_tiles(len(x), len(weight), x, *others):
         from kernels.linear import hopper  # Gluon code for Hopper; other GPUs must not import it

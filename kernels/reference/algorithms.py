@@ -20,7 +20,7 @@ def ignore(**state) -> None:
 
 
 def standard_attention(Q: Tensor, K: Tensor, V: Tensor, watch: Watch = ignore) -> Tensor:
-    """Algorithm 0 of FlashAttention (Dao et al., 2022): S and P, N x N each, go to memory."""
+    """Run Algorithm 0 of FlashAttention (Dao et al., 2022): S and P, N x N each, go to memory."""
     S = Q @ K.T  # 1
     P = S.softmax(dim=1)  # 2
     O = P @ V  # 3
@@ -29,7 +29,7 @@ def standard_attention(Q: Tensor, K: Tensor, V: Tensor, watch: Watch = ignore) -
 
 
 def online_softmax(x: Tensor, watch: Watch = ignore) -> Tensor:
-    """Algorithm 3 of Milakov and Gimelshein (2018): softmax of x (N,), with maximum and sum found in one pass.
+    """Run Algorithm 3 of Milakov and Gimelshein (2018): softmax of x (N,), with maximum and sum found in one pass.
 
     When the maximum m rises, the sum l shrinks by exp(m_old - m).
     """
@@ -43,7 +43,7 @@ def online_softmax(x: Tensor, watch: Watch = ignore) -> Tensor:
 
 
 def flash_attention(Q: Tensor, K: Tensor, V: Tensor, B_r: int, B_c: int, watch: Watch = ignore) -> Tensor:
-    """Algorithm 1 of FlashAttention (Dao et al., 2022): outer loop over tiles of K and V, inner loop over tiles of Q.
+    """Run Algorithm 1 of FlashAttention (Dao et al., 2022): outer loop over tiles of K and V, inner loop over Q's.
 
     O, l and m are in HBM. Every tile reads and rewrites them, and normalises O.
     """
@@ -69,7 +69,7 @@ def flash_attention(Q: Tensor, K: Tensor, V: Tensor, B_r: int, B_c: int, watch: 
 def flash_attention_2(
     Q: Tensor, K: Tensor, V: Tensor, B_r: int, B_c: int, watch: Watch = ignore
 ) -> tuple[Tensor, Tensor]:
-    """Algorithm 1 of FlashAttention-2 (Dao, 2023): outer loop over tiles of Q. Return O and L.
+    """Run Algorithm 1 of FlashAttention-2 (Dao, 2023): outer loop over tiles of Q. Return O and L.
 
     A tile of O stays on chip until it is complete and is normalised once. Of the statistics only L is kept.
     """
@@ -94,7 +94,7 @@ def flash_attention_2(
 def flash_attention_2_backward(
     Q: Tensor, K: Tensor, V: Tensor, O: Tensor, dO: Tensor, L: Tensor, B_r: int, B_c: int, watch: Watch = ignore
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Algorithm 2 of FlashAttention-2 (Dao, 2023): outer loop over tiles of K and V. Return dQ, dK and dV.
+    """Run Algorithm 2 of FlashAttention-2 (Dao, 2023): outer loop over tiles of K and V. Return dQ, dK and dV.
 
     P = exp(S - L) is recomputed. dS = P o (dP - D) with D = rowsum(dO o O).
     """
