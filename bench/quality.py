@@ -73,7 +73,7 @@ class QualitySettings:
 
 
 def open_gpt2_tokens(folder: str, context_length: int) -> TokenSet:
-    """Open the setting `tokens` of a benchmark. A UserError names that setting, not those of train.py."""
+    """Open the folder in the setting `tokens` of a benchmark. Errors name that setting instead of data.dir."""
     try:
         tokens = open_tokens(DataConfig(name="tokens", dir=folder, tokenizer="gpt2"))
         check_length(tokens.train, context_length, "train.bin")

@@ -84,7 +84,7 @@ class AttentionSettings:
 
 
 def run(settings: AttentionSettings) -> None:
-    """Measure, or do what `explain` or `check` ask for instead."""
+    """Measure; or with `explain` or `check`, only print launches or check the function."""
     shapes, variants = chosen_shapes(settings), chosen_variants(settings)
     if settings.explain:
         return explain(shapes, settings.arch)

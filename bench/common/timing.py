@@ -30,7 +30,7 @@ class Gpu:
     device = "cuda"
 
     def wake(self) -> None:
-        """Create the GPU's context in this thread and in autograd's. Otherwise cuBLAS warns that it has to."""
+        """Create the context of the GPU in this thread and in autograd's. Otherwise cuBLAS creates it and warns."""
         torch.ones((), device=self.device, requires_grad=True).exp().backward()
         torch.cuda.synchronize()
 

@@ -1,9 +1,9 @@
 """The tables and figures of the FlashAttention papers, measured on this machine: python -m bench.paper --help.
 
-runner.py           the program: which cells are missing, progress, results files, pages and pictures
-worker.py           the process that measures one cell
-tables/             one module per table
-training_steps.py, perplexities.py      measurements that the tables of training share
-attentions.py       the attentions by name
-byte_counts.py, hbm_counters.py         bytes to and from HBM: counted by formula, and read from the GPU's counters
+`runner.py` is the program: it finds missing cells and writes results files, pages and pictures.
+`worker.py` is the process that measures one cell.
+`tables/` has one module per table.
+`training_steps.py` and `perplexities.py` have the measurements that the tables of training share.
+`attentions.py` has the attentions by name.
+`byte_counts.py` computes the bytes to and from HBM by formula; `hbm_counters.py` reads the GPU's counters.
 """

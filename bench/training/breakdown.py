@@ -48,7 +48,7 @@ def summarise(kernels: list[tuple[str, float, float]], steps: int) -> dict[str, 
 
 
 def breakdown(step: Callable[[], object]) -> dict[str, float]:
-    """Profile a few steps of a warm trainer and return their summarise()."""
+    """Profile a few steps of a warm trainer and return the summary of `summarise`."""
     for _ in range(2):  # The second step may capture CUDA graphs.
         step()
     torch.cuda.synchronize()
