@@ -184,7 +184,7 @@ def largest_file(size: int) -> Iterator[None]:
 
 @pytest.fixture
 def workplace(tmp_path, monkeypatch) -> Path:
-    """A new current folder with tokens/train.bin and tokens/val.bin."""
+    """Make a new current folder with tokens/train.bin and tokens/val.bin."""
     write_tokens(tmp_path / "tokens")
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -192,7 +192,7 @@ def workplace(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory) -> Path:
-    """The folder of a finished run of 30 steps."""
+    """Return the folder of a finished run of 30 steps."""
     folder = tmp_path_factory.mktemp("trained")
     write_tokens(folder / "tokens")
     with pytest.MonkeyPatch.context() as patch:
@@ -203,7 +203,7 @@ def trained(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def exported(trained, tmp_path_factory) -> Path:
-    """The Hugging Face folder that export.py writes for `trained`."""
+    """Return the Hugging Face folder that export.py writes for `trained`."""
     folder = tmp_path_factory.mktemp("exported") / "model"
     run("export.py", f"checkpoint={trained}", f"to={folder}").ok()
     return folder

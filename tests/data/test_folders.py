@@ -25,7 +25,7 @@ def write(path, content=b'{"text": "a"}\n'):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A corpus of three files, among all that a folder may hold."""
+    """Make a corpus of three files among everything that a folder may hold."""
     root = tmp_path / "corpus"
     for name in (
         "a.jsonl",

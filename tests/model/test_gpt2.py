@@ -31,7 +31,7 @@ def build(attention: str = "naive", **changes) -> GPT2:
 
 
 def sharpen(model: GPT2) -> GPT2:
-    """Weights large enough that attention is far from uniform, and that every bias and LayerNorm is felt."""
+    """Draw weights so large that attention is far from uniform, and every bias and LayerNorm has an effect."""
     torch.manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -292,7 +292,7 @@ def test_activation_checkpointing_changes_no_gradient_and_keeps_attention(attent
 
 
 def gradients_in_16_bits(attention: str, checkpointing: str) -> list[torch.Tensor]:
-    """Of all parameters of a sharpened model."""
+    """Return the gradients of all parameters of a sharpened model under bf16 autocast."""
     model, tokens = sharpen(build(attention)), tokens_of(2, 41)
     for block in model.h:
         block.activation_checkpointing = checkpointing
@@ -310,7 +310,7 @@ def test_nor_does_the_full_one_in_16_bits():
 
 @library.custom_op("test_gpt2::drop", mutates_args=())
 def drop(x: torch.Tensor, p: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """x with a share p dropped, and its factors: drawn inside, as by torch's fused attentions on a GPU."""
+    """Return x with a share p dropped, and the factors. The draw is inside, as in torch's fused attentions on a GPU."""
     kept = (torch.rand_like(x) >= p) / (1 - p)
     return x * kept, kept
 

@@ -142,7 +142,7 @@ def test_the_padding_of_an_imported_table_is_zero(released):
 
 @pytest.fixture
 def sharded(copy) -> Path:
-    """The released folder with its weights in two shards and an index."""
+    """Return the released folder with its weights in two shards and an index."""
     weights, places = load_file(copy / WEIGHTS), {}
     for i, name in enumerate(sorted(weights)):
         places[name] = f"model-0000{i % 2 + 1}-of-00002.safetensors"

@@ -79,7 +79,7 @@ def test_words_are_those_of_the_texts():
 
 @pytest.fixture(scope="module")
 def hugging_face(tmp_path_factory):
-    """A small random GPT-2 as transformers saves it."""
+    """Save a small random GPT-2 with transformers."""
     torch.manual_seed(0)
     config = GPT2Config(n_layer=2, n_head=2, n_embd=32, n_positions=CONTEXT, initializer_range=0.3)
     model = GPT2LMHeadModel(config).eval()
@@ -107,7 +107,7 @@ def evaluated(folder, *overrides: str) -> tuple[dict, str]:
 
 @torch.no_grad()
 def by_transformers(model, tokens: np.ndarray, stride: int) -> float:
-    """Mean nats of the tokens after the first, window by window, from transformers' logits."""
+    """Return the mean nats of the tokens after the first, window by window, from transformers' logits."""
     tokens, nats, done = torch.from_numpy(tokens.astype(np.int64)), 0.0, 0
     for start in range(0, len(tokens) - 1, stride):
         stop = min(start + CONTEXT, len(tokens) - 1)

@@ -11,7 +11,7 @@ STILL = ("optimizer.lr=0", "optimizer.min_lr=0", "train.max_steps=1", "data.dir=
 
 @pytest.fixture
 def other(workplace):
-    """Tokens of another length."""
+    """Write tokens of another length."""
     write_tokens(workplace / "other")
     path = workplace / "other/train.bin"
     path.write_bytes(path.read_bytes()[:-200])

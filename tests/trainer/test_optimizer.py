@@ -40,7 +40,7 @@ def gradients_of(model: nn.Module, seed: int) -> list[torch.Tensor]:
 
 
 def take_step(model, optimizer, gradients, *, lr=0.01, grad_clip=0.0, scaler=UNSCALED) -> torch.Tensor:
-    """One optimizer step as after a backward pass that gave these gradients, multiplied by the loss scale."""
+    """Take an optimizer step with these gradients, multiplied by the loss scale as a backward pass does."""
     scale = scaler.scale(torch.ones((), device=gradients[0].device))
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         parameter.grad = gradient * scale
@@ -58,7 +58,7 @@ def step(optimizer, scaler, lr: float, grad_clip: float) -> torch.Tensor:
 
 
 def state_of(model, optimizer) -> list[torch.Tensor]:
-    """Weights, moments and step counts."""
+    """Return weights, moments and step counts."""
     moments = (value for state in optimizer.state_dict()["state"].values() for value in state.values())
     return [tensor.clone() for tensor in (*model.state_dict().values(), *moments)]
 
@@ -215,7 +215,7 @@ def test_steps_on_a_gpu_are_those_of_torchs_fused_adamw(model, scaled, monkeypat
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    """This process alone."""
+    """Return a device mesh of this process alone."""
     dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield init_device_mesh(DEVICE, (1,), mesh_dim_names=("shard",))
     dist.destroy_process_group()

@@ -9,7 +9,7 @@ from trainer.precision import PrecisionConfig, choose_compute
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Makes torch see no GPU, an old one or one that computes in bf16."""
+    """Let torch see no GPU, an old GPU, or a GPU that computes in bf16."""
 
     def pretend(gpu: str | None):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu is not None)

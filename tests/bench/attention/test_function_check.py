@@ -17,7 +17,7 @@ from tests.bench.stopwatch import Stopwatch
 
 
 def partly(q, k, v, *, causal, scale):
-    """Attention without grouped heads, fp16, head size 40, documents and dropout."""
+    """Compute attention without grouped heads, fp16, head size 40, documents and dropout."""
     if q.shape[-1] == 40:
         raise ValueError("head size 40 is not supported")
     if q.dtype == torch.float16:
@@ -43,7 +43,7 @@ FUNCTIONS = [standard_attention, partly, wrong_at_63, wrong_dropout, forward_onl
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
-    """A module my_kernels with the functions, and a small matrix of cases."""
+    """Provide a module my_kernels with the functions, and a small matrix of cases."""
     module = types.ModuleType("my_kernels")
     vars(module).update({function.__name__: function for function in FUNCTIONS})
     monkeypatch.setitem(sys.modules, "my_kernels", module)

@@ -37,7 +37,7 @@ def terminal():
 
 @pytest.fixture
 def measured(tmp_path, monkeypatch):
-    """The letters that were measured, in order; what becomes of each is in `outcomes`."""
+    """Return a log of the letters that are measured, in order. Tests set the outcome of each in `outcomes`."""
     monkeypatch.chdir(tmp_path)
     letters = SimpleNamespace(
         TITLE="Letters",
@@ -81,7 +81,7 @@ def test_results_are_written_after_every_cell_and_nothing_is_measured_twice(meas
 
 
 def interrupted_at(letter, measure, number=signal.SIGINT):
-    """Ctrl-C is pressed, or another signal comes, when that letter's turn has come."""
+    """Return `measure` with a signal (by default Ctrl-C's) before `letter` is measured."""
 
     def interrupted(table, cell, settings):
         if cell["letter"] == letter:

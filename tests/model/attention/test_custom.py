@@ -103,7 +103,7 @@ CHECK = {"head_dim": 16, "dtype": torch.float32, "dropout_p": 0.0, "device": tor
 
 @pytest.fixture(autouse=True)
 def modules(tmp_path, monkeypatch) -> Path:
-    """The current folder, with a module of kernels and two that cannot be imported."""
+    """Make a current folder with a module of kernels and modules that cannot be imported."""
     (tmp_path / "my_kernels.py").write_text(KERNEL)
     (tmp_path / "broken.py").write_text("1 / 0\n")
     (tmp_path / "exiting.py").write_text("raise SystemExit(3)\n")

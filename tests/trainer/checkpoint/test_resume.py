@@ -24,7 +24,7 @@ SHAPE = ModelConfig(n_layer=1, n_head=2, n_embd=32, context_length=8, vocab_size
 
 @contextmanager
 def training(seed: int, loader_seed: int = 5) -> Iterator[TrainState]:
-    """A run of a small model with dropout on numbered tokens, with a scaled loss so that the scaler has a state."""
+    """Yield the state of a small model with dropout. Its loss is scaled, so that the scaler has a state."""
     torch.manual_seed(seed)
     model = GPT2(SHAPE, build_attention(NaiveConfig())).train()
     tokens = (np.arange(300) * 7 % 65).astype(np.uint16)
@@ -36,7 +36,7 @@ def training(seed: int, loader_seed: int = 5) -> Iterator[TrainState]:
 
 
 def advance(state: TrainState, steps: int) -> list[float]:
-    """Trains and returns the losses."""
+    """Train, and return the losses."""
     losses = []
     for _ in range(steps):
         loss = state.model(*state.loader.next_batch())
@@ -52,7 +52,7 @@ def advance(state: TrainState, steps: int) -> list[float]:
 
 
 def flat(value, path: str = "") -> dict[str, object]:
-    """Every leaf of nested dicts and lists by its path; tensors as lists."""
+    """Return every leaf of nested dicts and lists by its path, with tensors as lists."""
     if isinstance(value, torch.Tensor):
         return {path: (value.dtype, value.tolist())}
     if isinstance(value, (dict, list, tuple)):
@@ -100,7 +100,7 @@ def test_a_run_on_other_tokens_is_not_continued():
 
 
 def draws() -> list[float]:
-    """From every generator; the odd number of normal draws leaves one of a pair behind."""
+    """Draw from every generator. The odd number of normal draws leaves half of a pair in the generator."""
     python = [random.random(), *(random.gauss(0, 1) for _ in range(3))]
     numpy = [np.random.random(), *np.random.standard_normal(3)]
     return [*python, *numpy, *torch.randn(3).tolist(), torch.rand(()).item()]

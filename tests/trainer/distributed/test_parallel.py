@@ -23,7 +23,7 @@ pytest_plugins = ["tests.e2e"]
 
 @pytest.fixture
 def group() -> Iterator[None]:
-    """A process group with one process."""
+    """Start a process group with one process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

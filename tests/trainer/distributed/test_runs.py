@@ -36,7 +36,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
-    """The folder of the runs: one with one process, and the same with several, in as few launches as possible."""
+    """Yield the folder of the runs, with one and with several processes. Few launches take less time."""
     folder, resume = tmp_path_factory.mktemp("runs"), "checkpoint.resume={}/checkpoints/step-00000003"
     after_fsdp = f"{GLOBAL} {resume.format('fsdp')}"
     each_2 = f"{GLOBAL} parallel=fsdp checkpoint.interval=2 train.eval_interval=6"
@@ -197,7 +197,7 @@ def test_a_full_disk_of_one_process_is_told_and_leaves_the_earlier_checkpoint(ru
 
 @pytest.fixture(scope="module")
 def as_file(runs) -> Path:
-    """The folder of a run of one process that resumed the end of `fsdp`, and so only wrote the state as a file."""
+    """Return the folder of a run of one process that resumed the end of `fsdp`: it only wrote the state as a file."""
     train("as_file", *GLOBAL.split(), f"checkpoint.resume={find('fsdp')}", "parallel=none").ok()
     return runs / "as_file"
 
