@@ -35,7 +35,7 @@ from trainer.distributed.world import ALONE, World, join
 from trainer.evaluation import validate
 from trainer.folders import claimed
 from trainer.graphs import MicroStep, capture, check_graphs
-from trainer.loggers import Loggers, Metrics
+from trainer.loggers import Loggers, Metrics, checked
 from trainer.memory import explaining_out_of_memory
 from trainer.optimizer import build_optimizer, clip_gradients, learning_rate, set_learning_rate
 from trainer.precision import Compute, choose_compute
@@ -61,6 +61,7 @@ def train(config: Config, resumed: State | None, world: World = ALONE) -> StopRe
     compute, folder = choose_compute(config.device, config.precision, world), world.from_first(output_dir())
     config.train.share(world.size)  # refuses a global batch that the processes cannot share
     check_graphs(config.train, compute)
+    config.wandb = checked(config.wandb, config.tensorboard)
     tokens = world.first_ahead(lambda: open_tokens(config.data))  # the first process may have to make the files
     saves_to, resumed_step = config.checkpoint.folder(folder), resumed["step"] if resumed else None
 
@@ -84,9 +85,9 @@ def train(config: Config, resumed: State | None, world: World = ALONE) -> StopRe
             state.load_state_dict(resumed)
             resumed.clear()  # 12 bytes of host memory per parameter
         options = {"max_steps": config.train.max_steps, "run_config": state.config, "resumed_step": resumed_step}
-        labels = wandb_labels(config, compute)
+        options |= {"tensorboard": config.tensorboard, "wandb": config.wandb, "labels": wandb_labels(config, compute)}
         with (
-            open_logs(folder, world, changes, wandb=config.wandb, labels=labels, **options) as log,
+            open_logs(folder, world, changes, **options) as log,
             StopRequest(world) as stop,
             checkpoints.saving(state, log.message),
             explaining_out_of_memory(model, config.train, compute),

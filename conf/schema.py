@@ -39,6 +39,8 @@ class Config(ComputeConfig):
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
+    tensorboard: bool = False
+    """Also write TensorBoard's event files, to the folder `tensorboard` in the run's output folder."""
     parallel: str | None = None
     """How processes share the model. ddp: each holds the whole model. fsdp: weights, gradients and moments are split
     among all processes. hsdp: they are split within a node and replicated across nodes. none: there is one process.

@@ -15,12 +15,21 @@ FULL, LAST = 1, 4
 
 
 def read(folder: Path | str) -> SimpleNamespace:
-    """Return the only offline run below the output folder of a training run.
+    """Return the only offline run below the output folder of a training run; see read_all."""
+    (only,) = read_all(folder)
+    return only
 
-    The result has the run's `config`, `group` and `tags`, its `history` (a dict per row, without wandb's own keys), and
-    its `step_metrics` (the x axis of each metric).
+
+def read_all(folder: Path | str) -> list[SimpleNamespace]:
+    """Return the offline runs below the output folder of a training run, in the order in which they began.
+
+    A result has the run's `id`, `config`, `group` and `tags`, its `history` (a dict per row, without wandb's own keys),
+    and its `step_metrics` (the x axis of each metric).
     """
-    (path,) = Path(folder).glob("wandb/offline-run-*/run-*.wandb")
+    return [read_file(path) for path in sorted(Path(folder).glob("wandb/offline-run-*/run-*.wandb"))]
+
+
+def read_file(path: Path) -> SimpleNamespace:
     history, step_metrics, run = [], {}, None
     for _ in range(600):  # wandb's own process may still write after the run has finished
         found = list(records(path.read_bytes()))
@@ -35,10 +44,8 @@ def read(folder: Path | str) -> SimpleNamespace:
             step_metrics[record.metric.name or record.metric.glob_name] = record.metric.step_metric
         elif kind == "history":
             history.append(values(record.history.item))
-    config = values(run.config.update)
-    return SimpleNamespace(
-        config=config, group=run.run_group, tags=list(run.tags), history=history, step_metrics=step_metrics
-    )
+    labels = {"id": run.run_id, "group": run.run_group, "tags": list(run.tags)}
+    return SimpleNamespace(config=values(run.config.update), history=history, step_metrics=step_metrics, **labels)
 
 
 def values(items) -> dict:

@@ -1,22 +1,27 @@
-"""Where metrics go: metrics.jsonl and the console always, wandb if it is on.
+"""Where metrics go: metrics.jsonl and the console always, wandb, trackio and TensorBoard if they are on.
 
 Metrics are a flat dict of floats with the README's names, logged with the step and the tokens seen.
 """
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from errors import UserError
 from trainer.loggers.base import Loggers, Metrics, describe_changes, finite, setting_text
 from trainer.loggers.console import ConsoleLogger
-from trainer.loggers.jsonl import JsonlLogger, truncate_after
-from trainer.loggers.wandb import WandbConfig, WandbLogger, complete, server_problem
+from trainer.loggers.jsonl import JsonlLogger, last_step, truncate_after
+from trainer.loggers.tensorboard import TensorBoardLogger
+from trainer.loggers.trackio import TrackioLogger, check_trackio
+from trainer.loggers.wandb import WandbConfig, WandbLogger, complete, server_problem, with_id
 
 __all__ = [
     "Loggers",
     "Metrics",
     "WandbConfig",
+    "checked",
     "complete",
     "describe_changes",
     "finite",
@@ -26,12 +31,24 @@ __all__ = [
 ]
 
 
+def checked(wandb: WandbConfig, tensorboard: bool) -> WandbConfig:
+    """Refuse loggers that cannot start. Return the settings of wandb, with an id if the run has none yet."""
+    mode = complete(wandb, {})[0].mode
+    if tensorboard:
+        check_installed("tensorboard", "tensorboard=true")
+    if wandb.backend == "trackio" and mode != "disabled":
+        check_installed("trackio", "wandb.backend=trackio")
+        check_trackio()
+    return with_id(wandb)
+
+
 def start_loggers(
     folder: Path,
     *,
     max_steps: int,
     wandb: WandbConfig,
     run_config: dict[str, Any],
+    tensorboard: bool = False,
     labels: dict[str, Any] | None = None,
     resumed_step: int | None = None,
     console: Console | None = None,
@@ -46,11 +63,24 @@ def start_loggers(
     wandb, origins = complete(wandb, labels or {})
     for line in origins:
         screen.message(line)
-    remote = WandbLogger(wandb, run_config, folder, on_failure=screen.message)
     path = folder / "metrics.jsonl"
+    packages = []
+    if tensorboard:
+        packages.append(TensorBoardLogger(folder / "tensorboard", resumed_step, screen.message))
+    if wandb.mode != "disabled" and wandb.backend == "trackio":
+        packages.append(TrackioLogger(wandb, run_config, resumed_step, screen.message))
+    elif wandb.mode != "disabled":
+        redone = range(0) if resumed_step is None else range(resumed_step + 1, last_step(path) + 1)
+        packages.append(WandbLogger(wandb, run_config, folder, screen.message, redone))
     if resumed_step is not None:
         truncate_after(path, resumed_step)
     elif path.exists():
         path.replace(path.with_name("metrics.previous.jsonl"))
-    # Loggers closes the last one first, so that wandb's last message still reaches the console.
-    return Loggers([JsonlLogger(path, on_failure=screen.message), screen, remote])
+    # Loggers closes the last one first, so that the last message of a package still reaches the console.
+    return Loggers([JsonlLogger(path, on_failure=screen.message), screen, *packages])
+
+
+def check_installed(package: str, setting: str) -> None:
+    """Refuse a setting that needs a package which is not installed."""
+    if importlib.util.find_spec(package) is None:
+        raise UserError(f'{setting} needs the package {package}; run pip install -e ".[{package}]"')

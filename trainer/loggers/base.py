@@ -2,8 +2,12 @@
 
 import json
 import math
-from collections.abc import Iterator
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+from errors import described
 
 Metrics = dict[str, float]
 
@@ -37,6 +41,44 @@ class Logger:
 
     def close(self, failed: bool = False) -> None:
         """End the log; `failed` says whether the run failed. A second call does nothing."""
+
+
+class PackageLogger(Logger):
+    """Base class of the loggers that write with another package.
+
+    If the package fails during the run, `on_failure` reports it once with the `remedy`, the package gets nothing more,
+    and training goes on. Steps in `redone` are not logged, because the package has them from before the resume.
+    """
+
+    def __init__(self, package: str, run: Any, on_failure: Callable[[str], None], remedy: str = "", redone=range(0)):
+        self._package, self._run, self._on_failure, self._remedy = package, run, on_failure, remedy
+        self._redone = redone
+
+    @abstractmethod
+    def write(self, run: Any, step: int, tokens: int, metrics: Metrics) -> None:
+        """Give metrics to the package's `run`."""
+
+    @abstractmethod
+    def end(self, run: Any, failed: bool) -> None:
+        """End the package's `run`."""
+
+    def log(self, step: int, tokens: int, metrics: Metrics) -> None:
+        if step not in self._redone:
+            self._attempt(lambda run: self.write(run, step, tokens, metrics))
+
+    def close(self, failed: bool = False) -> None:
+        self._attempt(lambda run: self.end(run, failed))
+        self._run = None
+
+    def _attempt(self, action: Callable[[Any], None]) -> None:
+        if self._run is None:
+            return
+        try:
+            action(self._run)
+        except Exception as error:  # packages raise many types
+            self._run = None
+            why = f"{self._package} failed and is off from here on ({described(error)})"
+            self._on_failure(f"{why}; metrics.jsonl goes on{self._remedy}")
 
 
 class Loggers(Logger, AbstractContextManager):

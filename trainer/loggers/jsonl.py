@@ -1,7 +1,7 @@
 """metrics.jsonl: one JSON object a line."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -50,10 +50,23 @@ def truncate_after(path: Path, step: float) -> None:
     if not path.exists():
         return
     shorter = path.with_name(path.name + ".tmp")
-    with path.open("rb") as old, shorter.open("wb") as new:
-        for line in old:
+    with shorter.open("wb") as new:
+        for line, row in _rows(path):
+            if row["step"] + ("settings_changed" in row) <= step:
+                new.write(line.rstrip(b"\n") + b"\n")
+    shorter.replace(path)
+
+
+def last_step(path: Path) -> int:
+    """Return the step of the last row of metrics, or 0 if there is none."""
+    return max((row["step"] for _, row in _rows(path) if "settings_changed" not in row), default=0)
+
+
+def _rows(path: Path) -> Iterator[tuple[bytes, dict]]:
+    """Yield the complete lines of a file, if it exists, each with its content."""
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        for line in file:
             with suppress(ValueError, TypeError, KeyError):  # an incomplete line is not a row
                 row = json.loads(line)
-                if row["step"] + ("settings_changed" in row) <= step:
-                    new.write(line.rstrip(b"\n") + b"\n")
-    shorter.replace(path)
+                row["step"] + 0
+                yield line, row

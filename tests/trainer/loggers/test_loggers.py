@@ -1,9 +1,13 @@
+import importlib.util
+from pathlib import Path
+
 import pytest
 
-from tests.e2e import rows
+from tests.e2e import rows, train
 from tests.helpers.consoles import plain_console, terminal
 from trainer.loggers import WandbConfig, start_loggers
 
+pytest_plugins = ["tests.e2e"]
 OFF = WandbConfig(mode="disabled")
 
 
@@ -45,3 +49,15 @@ def test_all_loggers_are_closed_after_a_failure(tmp_path, monkeypatch):
     loggers.close()
     assert exit_codes == [1]
     assert console.file.getvalue().endswith("\x1b[?25h")
+
+
+@pytest.mark.parametrize("setting", ["tensorboard=true", "wandb.backend=trackio"])
+def test_a_missing_package_is_refused_before_a_folder_changes(workplace, monkeypatch, setting):
+    train("run", "train.max_steps=1").ok()
+    before = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
+    find, package = importlib.util.find_spec, setting.replace("=true", "").split("=")[-1]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == package else find(name, *rest))
+    refused = train("run", "wandb.mode=offline", setting)
+    assert refused.code == 2 and refused.out == ""
+    assert refused.err == f'error: {setting} needs the package {package}; run pip install -e ".[{package}]"\n'
+    assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == before

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -67,14 +68,14 @@ def test_settings_then_the_environment_then_defaults(monkeypatch):
     assert (config, lines) == (WandbConfig("offline", "gpt2-flash", None, "sweep", ["sdpa"]), [])
 
 
-def test_disabled_does_not_import_wandb(tmp_path):
+def test_packages_that_are_off_are_not_imported(tmp_path):
     code = """if True:
         import sys
         from pathlib import Path
         from trainer.loggers import WandbConfig, start_loggers
         with start_loggers(Path("out"), max_steps=2, wandb=WandbConfig(mode="disabled"), run_config={}) as loggers:
             loggers.log(1, 10, {"train/loss": 1.0})
-        assert "wandb" not in sys.modules
+        assert not {"wandb", "tensorboard", "trackio"} & sys.modules.keys()
         """
     run_python(code, tmp_path)
     assert not (tmp_path / "wandb").exists()
@@ -125,6 +126,34 @@ def test_the_users_group_and_tags_are_kept(workplace, monkeypatch):
     out = e2e.train("named", "wandb.mode=offline", "train.max_steps=1", "wandb.group=mine").ok().out
     named = offline_wandb.read("named")
     assert (named.group, named.tags) == ("mine", ["a", "b"]) and out.startswith("WANDB_TAGS=a,b is used\n")
+
+
+def test_a_resumed_run_continues_its_run(workplace, monkeypatch):
+    own = "wandb.mode=offline", "train.max_steps=4", "checkpoint.interval=2", "checkpoint.keep=9"
+    e2e.train("run", *own).ok()
+    resume = "checkpoint.resume=run/checkpoints/step-00000002.pt"
+    monkeypatch.setenv("WANDB_RUN_ID", "other")  # The checkpoint's id wins.
+    e2e.train("run", *own, resume, "checkpoint.dir=later", "train.max_steps=6").ok()
+    first, second = offline_wandb.read_all("run")
+    assert first.id == second.id == first.config["wandb"]["id"]
+    assert [row["step"] for row in first.history + second.history] == [1, 2, 3, 4, 5, 6]
+    assert second.history == e2e.rows("run")[4:]
+    out = e2e.train("run", *own, resume, "checkpoint.dir=branch", "wandb.id=null").ok().out
+    *_, branch = offline_wandb.read_all("run")
+    assert branch.id == "other" and [row["step"] for row in branch.history] == [3, 4]
+    assert "WANDB_RUN_ID=other is used\n" in out
+    assert f"changed since the checkpoint: wandb.id {first.id} -> other" in out
+
+
+@pytest.mark.parametrize("mode", ["online", "offline"])
+def test_wandb_gets_the_id_to_continue(tmp_path, monkeypatch, mode):
+    """In both modes: wandb stores `resume` in an offline run, and `wandb sync` reads it there."""
+    given = []
+    monkeypatch.setattr("wandb.init", lambda **options: given.append(options) or MagicMock())
+    monkeypatch.setattr("trainer.loggers.wandb.server_problem", lambda settings: None)
+    WandbLogger(WandbConfig(mode=mode, id="mine"), {}, tmp_path, print)
+    (options,) = given
+    assert (options["id"], options["resume"], options["settings"].mode) == ("mine", "allow", mode)
 
 
 REFUSED_ONLINE = """if True:
