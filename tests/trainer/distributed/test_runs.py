@@ -3,11 +3,6 @@
 import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
-import textwrap
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,7 +11,7 @@ from safetensors.torch import load_file
 
 from errors import UserError
 from tests import several
-from tests.e2e import ROOT, TINY, curve, load, python_path, rows, run, train, wait_for_step, write_tokens
+from tests.e2e import curve, load, rows, run, train, write_tokens
 from tests.several import (
     GLOBAL,
     LOSSES,
@@ -280,30 +275,3 @@ def test_a_killed_process_is_started_again_and_nothing_is_lost(runs):
     assert "continuing after step 3," in (runs / "killed" / "out.txt").read_text()
     assert_same_curve(runs / "killed", runs / "alone")
     assert sorted(path.name for path in (runs / "kept").iterdir()) == ["best", "step-00000004", "step-00000006"]
-
-
-def test_the_documented_script_for_slurm_saves_and_is_queued_again(tmp_path, monkeypatch):
-    """Slurm signals the script, which forwards the signal to torchrun. scontrol is a script here."""
-    monkeypatch.chdir(tmp_path)
-    write_tokens(tmp_path / "tokens")
-    script = re.search(
-        r" {4}#SBATCH --requeue --signal=B:TERM.*?exit \$code\n", (ROOT / "docs" / "training.md").read_text(), re.DOTALL
-    )
-    tiny = f"{ROOT / 'train.py'} {' '.join(TINY)} train.max_steps=100000"
-    launcher = f"{sys.executable} -m torch.distributed.run --standalone"
-    changes = {"torchrun": launcher, "train.py": tiny, "--nproc_per_node=8": "--nproc_per_node=2"}
-    text = re.sub("|".join(changes), lambda found: changes[found[0]], textwrap.dedent(script[0]))
-    (tmp_path / "scontrol").write_text('#!/bin/sh\necho "$@" > queued\n')
-    (tmp_path / "scontrol").chmod(0o755)
-    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "PYTHONPATH": python_path()}
-    variables = os.environ | variables | {"OMP_NUM_THREADS": "1"}
-    job = subprocess.Popen(["bash", "-c", text], env=variables, start_new_session=True)
-    try:
-        wait_for_step(5, "runs/a", job)
-        job.terminate()
-        assert job.wait(timeout=60) != 0
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(job.pid, signal.SIGKILL)
-    assert Path("queued").read_text() == "requeue 7\n"
-    assert load_checkpoint("runs/a")["step"] == curve("runs/a")[-1][0]
