@@ -88,6 +88,26 @@ def test_a_command_composes(command, monkeypatch, tmp_path):
         cli.to_typed(compose(CONFIGS.get(program, program.removesuffix(".py")), overrides))
 
 
+NANOGPT = """batch_size block_size n_layer n_head n_embd dropout bias learning_rate max_iters weight_decay beta1 beta2
+    grad_clip decay_lr warmup_iters lr_decay_iters min_lr eval_interval eval_iters log_interval eval_only
+    always_save_checkpoint init_from gradient_accumulation_steps dataset out_dir wandb_log wandb_project wandb_run_name
+    backend device dtype compile"""
+
+
+def test_the_map_has_each_setting_of_nanogpt_and_ours_compose():
+    text = (ROOT / "docs" / "from-nanogpt.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", text, re.M))
+    assert sorted(rows) == sorted(re.findall(r"\w+", NANOGPT))
+    schema.register()
+    for key, row in rows.items():
+        ours, _, remarks = row.partition(" | ")
+        assert ours == "-" or "=" in ours, key
+        also = re.findall(r"`((?:train|checkpoint|data|precision)\b[^`]*=[^`]*)`", remarks)
+        for settings in [*re.findall(r"`(.*?)`", ours), *also]:
+            with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+                cli.to_typed(compose("config", ["model=gpt2", *settings.split()]))
+
+
 def compose_benchmark(program: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """Start a program of bench/, up to the call of its function."""
     write_tokens(folder / "tokens" / "mine")
