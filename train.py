@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from conf.cli import chosen, is_output_dir_given, launch, output_dir, sweep_name
-from conf.resume import changed_settings, command_to_continue, resumed_settings
+from conf.commands import next_commands
+from conf.resume import changed_settings, resumed_settings
 from conf.schema import Config
 from data.loader import document_options
 from data.tokenizers import end_of_text
@@ -41,7 +42,7 @@ from trainer.optimizer import build_optimizer, clip_gradients, learning_rate, se
 from trainer.precision import Compute, choose_compute
 from trainer.signals import StopRequest
 from trainer.state import TrainState
-from trainer.summary import describe, first_step_message, last_words
+from trainer.summary import describe, first_step_message, last_words, sample
 from trainer.watch import Watch
 
 
@@ -57,6 +58,7 @@ def main(config: Config) -> None:
 
 def train(config: Config, resumed: State | None, world: World = ALONE) -> StopRequest:
     """Assemble a run from its settings, and train it. It leaves metrics, checkpoints and a sample in its folder."""
+    began = time.monotonic()
     check_shared(resumed, world)
     compute, folder = choose_compute(config.device, config.precision, world), world.from_first(output_dir())
     config.train.share(world.size)  # refuses a global batch that the processes cannot share
@@ -68,8 +70,7 @@ def train(config: Config, resumed: State | None, world: World = ALONE) -> StopRe
     fix_randomness(config.train)
     config.model = run_shape(config.model, tokens, resumed)
     changes = changed_settings(resumed["config"], asdict(config)) if resumed else {}
-    documents = config.data.document_mask
-    options = {"document_mask": documents, "is_resumed": resumed_step is not None}
+    options = {"document_mask": config.data.document_mask, "is_resumed": resumed_step is not None}
     model = build_model(config.model, config.attention, config.train, compute, **options)
     model = shard(model, compute, config.train.reshard_after_forward)
     checkpoints = open_checkpoints(saves_to, config.checkpoint, model, compute, config.train.timeout_s, resumed_step)
@@ -87,19 +88,20 @@ def train(config: Config, resumed: State | None, world: World = ALONE) -> StopRe
         options = {"max_steps": config.train.max_steps, "run_config": state.config, "resumed_step": resumed_step}
         options |= {"tensorboard": config.tensorboard, "wandb": config.wandb, "labels": wandb_labels(config, compute)}
         with (
-            open_logs(folder, world, changes, **options) as log,
+            open_logs(folder, compute, changes, **options) as log,
             StopRequest(world) as stop,
             checkpoints.saving(state, log.message),
             explaining_out_of_memory(model, config.train, compute),
         ):
-            parts = config.attention, config.train, config.optimizer, compute
-            log.message(describe(state, tokens, *parts, documents))
+            parts = config.attention, config.train, config.optimizer, compute, config.data.document_mask
+            log.message(describe(state, tokens, *parts, folder))
             log.settings_changed(state.step, state.tokens, changes)
             watch = Watch(state, config.train, checkpoints, folder / "replay", log.message, world)
             loop(config, state, tokens, compute, checkpoints, watch, log, stop)
-            command = command_to_continue(checkpoints.newest, folder, config.attention)
-            log.message(last_words(state, tokens, config.train, compute, stop, command))
-            log.message(f"outputs in {folder}")
+            text = "" if stop.signal else sample(model, tokens, config.train, compute) + "\n\n"
+            places = folder, checkpoints.newest
+            commands = next_commands(config, *places, is_stopped=stop.signal is not None)
+            log.summary(text + last_words(state, watch.loss, stop.signal, time.monotonic() - began, *places, commands))
     return stop
 
 

@@ -1,8 +1,6 @@
 """The settings of a resumed run: the checkpoint gives them, and the command line overrides them."""
 
 import json
-import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,11 +10,10 @@ from omegaconf import OmegaConf
 
 from conf.cli import to_typed
 from conf.schema import Config
-from errors import UserError, assigned
+from errors import UserError
 from model.attention import VARIANTS, AttentionConfig, CustomConfig, restore_attention
 from trainer.checkpoint.files import State
 from trainer.checkpoint.load import of_this_version
-from trainer.distributed.world import is_of_submitit, started
 
 PLACES = ("checkpoint.resume", "checkpoint.dir")  # The place of a run is not part of its recipe.
 
@@ -87,14 +84,3 @@ def flat(settings: dict, prefix: str = "") -> dict[str, object]:
     for key, value in settings.items():
         values |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return values
-
-
-def command_to_continue(checkpoint: Path, folder: Path, attention: AttentionConfig) -> str:
-    """Return the command that continues this run from `checkpoint`, to be pasted into a shell."""
-    program = "train.py" if is_of_submitit() else os.path.relpath(sys.argv[0])
-    size, local = started()[1], int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    nodes = f" --nnodes={size // local} ..." if size > local else ""
-    launcher = f"torchrun{nodes} --nproc_per_node={local}" if size > 1 else "python"
-    code = [str(attention)] if isinstance(attention, CustomConfig) else []
-    places = assigned("checkpoint.resume", checkpoint), assigned("hydra.run.dir", folder)
-    return " ".join([launcher, program, *code, *places])

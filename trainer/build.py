@@ -18,7 +18,6 @@ from model.gpt2 import GPT2, ModelConfig
 from trainer.checkpoint.files import State
 from trainer.checkpoint.load import SHAPE, check_resumable, of_this_version
 from trainer.config import TrainConfig
-from trainer.distributed.world import World
 from trainer.flops import model_flops_per_token, peak_flops
 from trainer.folders import link_latest
 from trainer.loading import load_weights, read_shape
@@ -116,19 +115,24 @@ def build_meter(model: GPT2, settings: TrainConfig, loader: TrainLoader, compute
     """Return a meter with the FLOPs of this model, and the peak of this device."""
     shape, kept = model.config, model.attention.kept_share(model.config.context_length)
     sizes = model.n_params(), shape.n_layer, shape.n_embd, shape.context_length
-    on_gpu = compute.device.type == "cuda"
     return ThroughputMeter(
         tokens_per_step=settings.sequences * shape.context_length,
         flops_per_token=model_flops_per_token(*sizes, kept=kept),
         flops_per_token_causal=model_flops_per_token(*sizes, causal=True, kept=kept),
-        peak_flops=peak_flops(torch.cuda.get_device_name(compute.device), compute.dtype) if on_gpu else None,
+        peak_flops=_peak_flops(compute),
         device=compute.device,
         waited_s=lambda: loader.waited_s,
         n_devices=compute.world.size,
     )
 
 
-def open_logs(folder: Path, world: World, changes: dict[str, list], **options) -> Loggers:
+def _peak_flops(compute: Compute) -> float | None:
+    """Return the peak of this device in FLOP/s, or None if it is unknown."""
+    on_gpu = compute.device.type == "cuda"
+    return peak_flops(torch.cuda.get_device_name(compute.device), compute.dtype) if on_gpu else None
+
+
+def open_logs(folder: Path, compute: Compute, changes: dict[str, list], **options) -> Loggers:
     """Start the first process's loggers (see start_loggers), save config.yaml, and link outputs/latest.
 
     The other processes log nothing. config.yaml has the newest settings. A comment above them names the settings that a
@@ -143,6 +147,6 @@ def open_logs(folder: Path, world: World, changes: dict[str, list], **options) -
         settings = OmegaConf.to_yaml(OmegaConf.create(options["run_config"]))
         path.write_text("".join(f"{note}\n" for note in notes) + settings)
         link_latest(folder)
-        return start_loggers(folder, **options)
+        return start_loggers(folder, has_mfu=_peak_flops(compute) is not None, **options)
 
-    return world.agreed(lambda: start() if world.is_first else Loggers([]))
+    return compute.world.agreed(lambda: start() if compute.world.is_first else Loggers([]))

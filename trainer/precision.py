@@ -42,10 +42,15 @@ class Compute:
         """bf16, fp16 or fp32."""
         return next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
 
-    def __str__(self) -> str:
+    @property
+    def devices(self) -> str:
+        """The device, and with several processes their number and the way they share the work."""
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
-        several = "" if self.world.parallel == "none" else f"{self.world.size} x "
-        return f"{several}{name}, {self.precision}" + (f", {self.world.parallel}" if several else "")
+        alone = self.world.parallel == "none"
+        return name if alone else f"{self.world.size} x {name} ({self.world.parallel})"
+
+    def __str__(self) -> str:
+        return f"{self.devices}, {self.precision}"
 
 
 def choose_compute(device: str, precision: PrecisionConfig, world: World = ALONE) -> Compute:

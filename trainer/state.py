@@ -14,7 +14,7 @@ from trainer.checkpoint.sharded import read_parts
 from trainer.distributed.parallel import split_moments, split_weights
 from trainer.distributed.world import ALONE, World
 
-NUMBERS = ("step", "best_loss", "evaluated", "skipped", "norms")
+NUMBERS = ("step", "best_loss", "best_step", "evaluated", "skipped", "norms")
 
 
 @dataclass
@@ -28,6 +28,7 @@ class TrainState:
     tokenizer: str
     step: int = 0  # finished optimizer steps
     best_loss: float = float("inf")  # lowest validation loss so far, in nats
+    best_step: int = 0  # the step of that loss
     evaluated: int = 0  # the step of the last complete evaluation
     skipped: int = 0  # steps that were dropped because loss or gradient was not finite
     norms: list[float] = field(default_factory=list)  # gradient norms of the last steps; their median is the usual norm

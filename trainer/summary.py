@@ -1,5 +1,9 @@
 """What a run says about itself at its start and at its end."""
 
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
 import torch
 
 from data.tokenizers import get_tokenizer
@@ -7,12 +11,13 @@ from data.tokens import TokenSet
 from errors import UserError
 from model.attention import AttentionConfig
 from model.generate import generate
-from model.gpt2 import GPT2
+from model.gpt2 import GPT2, ModelConfig
 from trainer.config import TrainConfig
+from trainer.evaluation import perplexity
+from trainer.layout import block, command, count, duration, fitted, paragraph, shown, three_digits
 from trainer.memory import memory_remarks
 from trainer.optimizer import OptimizerConfig, schedule_remarks
 from trainer.precision import Compute
-from trainer.signals import StopRequest
 from trainer.state import TrainState
 
 
@@ -24,47 +29,104 @@ def describe(
     optimizer: OptimizerConfig,
     compute: Compute,
     document_mask: bool,
+    folder: Path,
 ) -> str:
-    """Return a few lines: the model, its attention, the device, the data, and the steps to take."""
+    """Return the important settings of a run: a line each for model, data and run, then the kernels and remarks."""
     model, shape = state.model, state.model.config
-    backend = f" ({attention.backend})" if attention.name == "sdpa" else ""
-    start = f"continuing after step {state.step}" if state.step else "starting"
-    plan = f"{start}, to step {settings.max_steps} of {settings.sequences * shape.context_length:,} tokens"
-    if state.step == settings.max_steps:
-        plan = f"this run ended with step {state.step}; to train on, raise train.max_steps={settings.max_steps}"
-    lines = [
-        f"GPT-2 of {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters: {shape.n_layer} layers, "
-        f"width {shape.n_embd}, {shape.n_head} heads, context {shape.context_length}; {attention.name}{backend} "
-        f"attention; {compute}",
-        f"{tokens.dir}: {len(tokens.train):,} training and {len(tokens.val):,} validation tokens ({tokens.tokenizer})",
-        plan,
-        *memory_remarks(model, settings, compute),
-        *schedule_remarks(state.step, state.optimizer.param_groups[0]["lr"], optimizer, settings.max_steps),
-    ]
-    if state.resumed_from not in (0, compute.world.size):
-        lines.append(
-            f"the checkpoint is of {state.resumed_from} processes, this run has {compute.world.size}: the batches of a "
-            "step stay the same, but sums are rounded in another way, and dropout draws other masks"
-        )
-    if attention.name == "flash2" and compute.device.type == "cpu":
-        lines.insert(1, "flash2 launches its PyTorch definition")
-    elif attention.name == "flash2":
-        from kernels.common.launching import arch_of  # needs Triton, which a machine without a GPU may lack
-        from kernels.flash2.dispatch import explain
-
-        deterministic, where = attention.deterministic or settings.deterministic, arch_of(compute.device)
-        kind = shape.head_dim, compute.dtype, True, shape.context_length, where, shape.dropout
-        lines.insert(1, f"flash2 launches {explain(*kind, deterministic, document_mask)}")
+    labelled = {
+        "model": [
+            f"{count(sum(p.numel() for p in model.parameters()))} parameters",
+            f"{shape.n_layer} layers x {shape.n_embd}",
+            f"{shape.n_head} heads",
+            f"context {shape.context_length:,}",
+            f"{attention.name}{_detail(attention, compute)} attention",
+            compute.precision,
+        ],
+        "data": [
+            shown(tokens.dir),
+            f"{count(len(tokens.train))} {tokens.tokenizer} tokens",
+            _batch(settings, shape.context_length, compute),
+        ],
+        "run": [
+            "AdamW",
+            f"lr {optimizer.lr:g}",
+            *([f"continuing after step {state.step}"] if state.step else []),
+            f"{settings.max_steps:,} steps",
+            compute.devices,
+            shown(folder),
+        ],
+    }
+    if attention.name == "flash2" and compute.device.type != "cpu":
+        labelled["kernels"] = _kernels(attention, shape, settings, compute, document_mask)
+    lines = [block(label, items) for label, items in labelled.items()]
+    lines += [paragraph("note", text) for text in _remarks(state, settings, optimizer, compute)]
     return "\n".join(lines)
 
 
+def _detail(attention: AttentionConfig, compute: Compute) -> str:
+    if attention.name == "flash2" and compute.device.type == "cpu":
+        return " (PyTorch)"
+    return f" ({attention.backend})" if attention.name == "sdpa" else ""
+
+
+def _batch(settings: TrainConfig, context_length: int, compute: Compute) -> str:
+    """Return the tokens of an optimizer step as a product without factors of 1."""
+    sequences, micro_steps = settings.share(compute.world.size)
+    factors = [f"{sequences} sequences", f"{context_length:,} tokens"]
+    several = {"micro-steps": micro_steps, "processes": compute.world.size}
+    factors += [f"{number} {name}" for name, number in several.items() if number > 1]
+    return f"batch {' x '.join(factors)} = {settings.sequences * context_length:,} tokens"
+
+
+def _kernels(
+    attention: AttentionConfig, shape: ModelConfig, settings: TrainConfig, compute: Compute, document_mask: bool
+) -> list[str]:
+    """Return what flash2 launches on a GPU."""
+    from kernels.common.launching import arch_of  # needs Triton, which a machine without a GPU may lack
+    from kernels.flash2.dispatch import explain
+
+    deterministic, where = attention.deterministic or settings.deterministic, arch_of(compute.device)
+    kind = shape.head_dim, compute.dtype, True, shape.context_length, where, shape.dropout
+    return explain(*kind, deterministic, document_mask).split(", ")
+
+
+def _remarks(state: TrainState, settings: TrainConfig, optimizer: OptimizerConfig, compute: Compute) -> Iterator[str]:
+    last = settings.max_steps
+    if state.step == last:
+        yield f"this run ended with step {last}; to train on, raise train.max_steps={last}"
+    yield from memory_remarks(state.model, settings, compute)
+    yield from schedule_remarks(state.step, state.optimizer.param_groups[0]["lr"], optimizer, last)
+    if state.resumed_from not in (0, compute.world.size):
+        yield (
+            f"the checkpoint is of {state.resumed_from} processes, this run has {compute.world.size}: the batches of a "
+            "step stay the same, but sums are rounded in another way, and dropout draws other masks"
+        )
+
+
 def last_words(
-    state: TrainState, tokens: TokenSet, settings: TrainConfig, compute: Compute, stop: StopRequest, command: str
+    state: TrainState,
+    loss: float | None,
+    stopped_by: signal.Signals | None,
+    seconds: float,
+    folder: Path,
+    checkpoint: Path,
+    commands: Sequence[Sequence[str]],
 ) -> str:
-    """Return a sample of a finished run, or the `command` that continues a run that a signal stopped."""
-    if stop.signal is not None:
-        return f"{stop.signal.name} after step {state.step}; continue with: {command}"
-    return sample(state.model, tokens, settings, compute)
+    """Return what a run came to: steps, tokens and time, losses, folders, and the commands to type next.
+
+    `seconds` is the time of this process, `loss` the training loss (nats) of its last step.
+    """
+    came = "finished" if stopped_by is None else "stopped"
+    reason = [] if stopped_by is None else [f"{stopped_by.name} after step {state.step}"]
+    losses = [f"training {loss:.4f} at step {state.step:,}"] if loss is not None else []
+    if state.best_step:
+        best = f"{state.best_loss:.4f} (perplexity {three_digits(perplexity(state.best_loss))})"
+        losses.insert(0, f"best validation {best} at step {state.best_step:,}")
+    lines = [block(came, [*reason, f"{state.step:,} steps", f"{state.tokens:,} tokens", f"time {duration(seconds)}"])]
+    lines += [block("loss", losses)] if losses else []
+    lines += [block("output", [shown(folder)]), block("checkpoint", [shown(checkpoint)])]
+    labels = ["next" if stopped_by is None else "continue", *[""] * len(commands)]
+    return "\n".join([*lines, *map(command, labels, commands)])
 
 
 def sample(model: GPT2, tokens: TokenSet, settings: TrainConfig, compute: Compute) -> str:
@@ -88,7 +150,7 @@ def sample(model: GPT2, tokens: TokenSet, settings: TrainConfig, compute: Comput
             stop=tokenizer.eot,
             vocab_size=tokenizer.vocab_size,
         )
-        return "a sample:\n" + tokenizer.decode(text)
+        return "a sample:\n" + fitted(tokenizer.decode(text))
 
 
 def first_step_message(seconds: float, compiled: bool, graphs: bool) -> str:

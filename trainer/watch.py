@@ -40,6 +40,7 @@ class Watch:
     folder: Path
     tell: Callable[[str], None]
     world: World = ALONE
+    loss: float | None = None  # of the newest judged step, in nats
     _window: list[Tensor] = field(default_factory=list)  # loss and norm of each unjudged step, still on the device
     _newest: dict[str, float] = field(default_factory=dict)  # metrics of the newest judged step, until `read`
     _in_a_row: int = 0
@@ -57,6 +58,7 @@ class Watch:
         self._window = []
         for step, (loss, norm) in enumerate(rows, start=self.state.step - len(rows) + 1):
             self._judge(step, loss, norm)
+        self.loss = loss
         self._newest = {"train/loss": loss, "train/perplexity": perplexity(loss), "train/grad_norm": norm}
         self._newest["train/lr"] = self.state.optimizer.param_groups[0]["lr"]
         if self.settings.on_nan == "skip":

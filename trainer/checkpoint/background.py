@@ -14,6 +14,7 @@ from errors import UserError, described
 from trainer.checkpoint.files import State
 from trainer.checkpoint.single import SingleFileStore
 from trainer.distributed.world import local_part
+from trainer.layout import shortened, shown
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 KINDS = ("model", *(f"optimizer.{moment}" for moment in MOMENTS))  # kinds of tensors; a parameter's name follows
@@ -76,7 +77,7 @@ class BackgroundStore(SingleFileStore):
         def act() -> None:
             began = time.monotonic()
             write(path, *arguments)
-            self.tell(f"saved {path} in {time.monotonic() - began:.1f} s, beside training")
+            self.tell(f"saved {shortened(shown(path), 80)} in {time.monotonic() - began:.1f} s")
 
         self._pending.append(self._thread.submit(act))
 

@@ -56,7 +56,7 @@ class Checkpoints:
     def save_if_best(self, state: TrainState, loss: float) -> None:
         """Save the state as the best one if its validation loss (nats) is the lowest so far. Raises like `save`."""
         if loss < state.best_loss:
-            state.best_loss = loss
+            state.best_loss, state.best_step = loss, state.step
             self._attempt(state, partial(self._store.save, best=True))
 
     def save_last(self, state: TrainState) -> None:

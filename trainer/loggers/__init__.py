@@ -46,6 +46,7 @@ def start_loggers(
     folder: Path,
     *,
     max_steps: int,
+    has_mfu: bool = True,
     wandb: WandbConfig,
     run_config: dict[str, Any],
     tensorboard: bool = False,
@@ -55,11 +56,11 @@ def start_loggers(
 ) -> Loggers:
     """Return the loggers of a run that writes to `folder`.
 
-    `run_config` is the composed config as plain values. `labels` are the defaults of wandb's group and tags. A run
-    resumed at `resumed_step` continues metrics.jsonl after that step. A new run (None) in an old folder keeps the old
-    file as metrics.previous.jsonl.
+    `has_mfu` says whether rows may have perf/mfu. `run_config` is the composed config as plain values. `labels` are the
+    defaults of wandb's group and tags. A run resumed at `resumed_step` continues metrics.jsonl after that step. A new
+    run (None) in an old folder keeps the old file as metrics.previous.jsonl.
     """
-    screen = ConsoleLogger(max_steps, console=console)
+    screen = ConsoleLogger(max_steps, has_mfu=has_mfu, console=console)
     wandb, origins = complete(wandb, labels or {})
     for line in origins:
         screen.message(line)

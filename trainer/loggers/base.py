@@ -39,6 +39,9 @@ class Logger:
     def message(self, text: str) -> None:
         """Show the user one line."""
 
+    def summary(self, text: str) -> None:
+        """Show the user the last lines of a run. No row follows."""
+
     def close(self, failed: bool = False) -> None:
         """End the log; `failed` says whether the run failed. A second call does nothing."""
 
@@ -108,6 +111,10 @@ class Loggers(Logger, AbstractContextManager):
     def message(self, text: str) -> None:
         for logger in self._loggers:
             logger.message(text)
+
+    def summary(self, text: str) -> None:
+        for logger in self._loggers:
+            logger.summary(text)
 
     def close(self, failed: bool = False) -> None:
         """Close each logger, the last one first, even if another one raises."""
