@@ -7,8 +7,10 @@ import io
 import json
 import multiprocessing
 import os
+import re
 import resource
 import runpy
+import shlex
 import subprocess
 import sys
 import time
@@ -94,6 +96,12 @@ def curve(folder: Path | str, *keys: str) -> list[tuple]:
 
 def load(path: Path | str) -> dict:
     return torch.load(path, weights_only=True)
+
+
+def printed_commands(out: str, label: str) -> list[list[str]]:
+    """Return the words of each command after a label of the summary, as a shell reads them."""
+    text = re.split(rf"^{label} +", out, flags=re.MULTILINE)[1].replace("\\\n", "")
+    return [shlex.split(line) for line in text.splitlines()]
 
 
 def write_tokens(folder: Path) -> None:

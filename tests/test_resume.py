@@ -1,15 +1,13 @@
 """The settings of a resumed run: the checkpoint gives them, and the command line changes them."""
 
 import os
-import re
-import shlex
 import signal
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
-from tests.e2e import ROOT, at_call, curve, load, logged, run, train
+from tests.e2e import ROOT, at_call, curve, load, logged, printed_commands, run, train
 from trainer.checkpoint.files import write_file
 from trainer.checkpoint.policy import Checkpoints
 
@@ -35,12 +33,12 @@ def test_the_printed_command_continues_the_run_with_its_settings(monkeypatch):
         patch.setattr(Checkpoints, "save", at_call(1, lambda: os.kill(os.getpid(), signal.SIGINT), Checkpoints.save))
         stopped = train(f'"{folder}"', *OWN)
     assert stopped.code == 130
-    python, script, *overrides = shlex.split(re.search("continue with: (.*)", stopped.out)[1])
+    ((python, script, *overrides),) = printed_commands(stopped.out, "continue")
     assert python == "python" and Path(script).samefile(ROOT / "train.py")
     settings = OmegaConf.load(f"{folder}/config.yaml")
     outcome = run("train.py", *overrides).ok()
     assert curve(folder, *LOSSES) == curve("whole", *LOSSES)
-    assert "changed since" not in outcome.out and not changes(folder)
+    assert "since the checkpoint" not in outcome.out and not changes(folder)
     settings.checkpoint.resume = overrides[0].partition("=")[2].strip('"')
     assert OmegaConf.load(f"{folder}/config.yaml") == settings
 
@@ -50,7 +48,7 @@ def test_what_the_command_line_changes_is_told_and_recorded():
     from_3 = "checkpoint.resume=run/checkpoints/step-00000003.pt", "hydra.run.dir=run"
     outcome = run("train.py", *from_3, "checkpoint.dir=later", "optimizer.lr=4e-3", "attention=naive").ok()
     line = "attention.name local -> naive, optimizer.lr 0.001 -> 0.004"
-    assert f"\nchanged since the checkpoint: {line}\n" in outcome.out
+    assert f"\nchanged     since the checkpoint: {line}\n" in outcome.out
     assert changes("run") == [(3, AT_3, {"attention.name": ["local", "naive"], "optimizer.lr": [0.001, 0.004]})]
     settings = Path("run/config.yaml").read_text()
     assert settings.startswith(f"# changed after step 3: {line}\n") and "\nattention:\n  name: naive\n" in settings
@@ -85,7 +83,7 @@ def test_only_the_command_line_names_code_to_import(tmp_path, monkeypatch):
     refused = run("train.py", *resume)
     assert refused.code == 2 and "must not name code to import; give attention=custom attention.fu" in refused.err
     assert "attention.name custom -> naive" in run("train.py", *resume, "attention=naive", "checkpoint.dir=x").ok().out
-    assert "changed since the checkpoint: train.max_steps 5 -> 6\n" in run("train.py", *resume, *custom).ok().out
+    assert "since the checkpoint: train.max_steps 5 -> 6\n" in run("train.py", *resume, *custom).ok().out
 
 
 def test_the_settings_of_a_checkpoint_are_not_evaluated():

@@ -40,7 +40,7 @@ def test_a_job_out_of_time_is_saved_before_it_is_queued_again(workplace, monkeyp
         assert signal.getsignal(signal.SIGUSR2) is queue_again
     finally:
         signal.signal(signal.SIGUSR2, before)
-    assert outcome.code == "queued again after step 8" and "SIGUSR2 after step 8; continue with" in outcome.out
+    assert outcome.code == "queued again after step 8" and "SIGUSR2 after step 8," in outcome.out
 
 
 def interrupted_by(*numbers: int) -> Fork:
@@ -109,7 +109,7 @@ def test_a_signal_during_an_evaluation_does_not_wait_for_its_end(workplace, monk
     """The signal arrives in the second batch of 4, in the evaluation after step 10."""
     monkeypatch.setattr(GPT2, "forward", at_call(12, lambda: os.kill(os.getpid(), signal.SIGTERM), GPT2.forward))
     outcome = train("run", "train.max_steps=20")
-    assert outcome.code == 128 + signal.SIGTERM and "SIGTERM after step 10; continue with" in outcome.out
+    assert outcome.code == 128 + signal.SIGTERM and "SIGTERM after step 10," in outcome.out
     assert load(find("run"))["step"] == 10 and curve("run", "val/loss")[-1] == (10, None)
     assert curve("run", "train/loss")[-1][1] is not None, "the row has the loss of the step"
     monkeypatch.undo()

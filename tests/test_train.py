@@ -22,7 +22,7 @@ from data import tokenizers
 from errors import UserError
 from model.attention import Flash2Config, NaiveConfig, build_attention
 from model.gpt2 import GPT2, ModelConfig
-from tests.e2e import ROOT, TINY, at_call, curve, load, rows, run, start, train, wait_for_step
+from tests.e2e import ROOT, TINY, at_call, curve, load, printed_commands, rows, run, start, train, wait_for_step
 from trainer import evaluation
 from trainer.build import compile_model
 from trainer.checkpoint.folder import find
@@ -170,7 +170,8 @@ def test_signal_between_steps_loses_no_step(workplace, monkeypatch, moment, inte
     assert outcome.code == 128 + signal.SIGTERM
     stopped = curve("run")[-1][0]
     assert stopped < 20
-    newest = Path(re.search(r"continue with: python \S*train.py checkpoint\.resume=(\S+)", outcome.out).group(1))
+    ((_, _, resume, _),) = printed_commands(outcome.out, "continue")
+    newest = Path(resume.removeprefix("checkpoint.resume="))
     assert newest.name == f"step-{stopped:08d}.pt" and load(newest)["step"] == stopped
 
 
@@ -217,7 +218,7 @@ def test_weights_that_are_not_finite_are_not_saved_as_if_they_were(workplace, in
 
 def test_metrics_are_those_of_the_design(workplace):
     outcome = train("run", "train.max_steps=21", "train.grad_accumulation=2", "train.log_interval=2").ok()
-    assert "outputs in" in outcome.out and "run" in outcome.out.splitlines()[-1]
+    assert "\noutput      run\n" in outcome.out
     logged = rows("run")
     assert [row["step"] for row in logged] == [*range(2, 21, 2), 21]
     training = {"train/loss", "train/perplexity", "train/lr", "train/grad_norm"}
@@ -342,7 +343,7 @@ def test_run_without_gpt2s_vocabulary_still_ends_well(workplace, monkeypatch):
     monkeypatch.setattr(tokenizers.GPT2Tokenizer, "__init__", offline)
     outcome = train("run", "data.tokenizer=gpt2", "train.max_steps=2", "train.sample_tokens=5")
     assert outcome.code == 0, outcome.err
-    assert outcome.out.splitlines()[-1].startswith("outputs in")
+    assert "no sample: GPT-2's vocabulary" in outcome.out and "\nfinished    2 steps, " in outcome.out
 
 
 def test_bare_nanogpt_files_train_with_gpt2s_vocabulary(workplace):
@@ -413,6 +414,7 @@ def test_built_in_corpus_trains_and_ends_with_a_sample(workplace):
     outcome = run("train.py", "model=gpt2-nano", *short).ok()
     assert len(outcome.out.partition("\na sample:\n")[2]) > 50
     folder = Path("outputs/latest").resolve()
-    assert outcome.out.splitlines()[-1].endswith(f"outputs/{folder.name}")
+    assert f"\noutput      outputs/{folder.name}\n" in outcome.out
+    assert max(map(len, outcome.out.splitlines())) <= 100
     assert sorted(path.name for path in folder.iterdir()) == ["checkpoints", "config.yaml", "metrics.jsonl"]
     assert Path("tokens/stdlib/meta.json").is_file()

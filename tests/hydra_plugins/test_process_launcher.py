@@ -115,7 +115,7 @@ def test_a_sweep_prints_the_output_of_each_job_and_ends_with_its_report(workplac
     ended = run("train.py", "-m", *TINY, "hydra.sweep.dir='sweep,1'", "model.n_head=3,2", "train.max_steps=2")
     first, second, *lines = ended.out.splitlines()
     assert (first, second) == ("job 1 of 2: model.n_head=3", "job 2 of 2: model.n_head=2")
-    assert lines[0].startswith("GPT-2 of ") and lines[-1] == "report of the sweep in sweep,1/report.html"
+    assert lines[0].startswith("model  ") and lines[-1] == "report of the sweep in sweep,1/report.html"
     assert ended.code == 2 and ended.err.splitlines()[1:] == [
         "error: job 1 of 2 (model.n_head=3) failed with exit status 2",
         "error: jobs of the sweep failed (0_flash2); see their errors above",

@@ -26,7 +26,7 @@ def test_a_run_is_fine_tuned_on_other_data(trained, other):
     torch.testing.assert_close(tuned["model"], start["model"], rtol=0, atol=0)
     assert tuned["model_config"]["n_layer"] == 2 and tuned["best_loss"] > 0 == tuned["skipped"]
     resumed = run("train.py", "checkpoint.resume=tuned", "hydra.run.dir=tuned", "train.max_steps=2").ok()
-    assert "changed since the checkpoint: train.max_steps 1 -> 2\n" in resumed.out
+    assert "changed     since the checkpoint: train.max_steps 1 -> 2\n" in resumed.out
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from errors import UserError
 from tests import several
-from tests.e2e import curve, load, rows, run, train, write_tokens
+from tests.e2e import curve, load, printed_commands, rows, run, train, write_tokens
 from tests.several import (
     GLOBAL,
     LOSSES,
@@ -142,11 +142,14 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step(runs):
     assert load_checkpoint(runs / "terminated")["step"] == 3
     code, *lines = (runs / "terminated" / "out.txt").read_text().splitlines()
     path = find(runs / "terminated")
-    (saved,) = [number for number, line in enumerate(lines) if line.startswith(f"saved {path} in ")]
-    (last,) = [number for number, line in enumerate(lines) if line.startswith("SIGTERM after step 3; continue with: ")]
+    shown = str(path)[-77:]
+    (saved,) = [number for number, line in enumerate(lines) if line.startswith("saved ") and f"{shown} in " in line]
+    (last,) = [number for number, line in enumerate(lines) if line.startswith("stopped     SIGTERM after step 3, ")]
     assert code == "143" and saved < last
-    command = rf"torchrun --nproc_per_node=2 \S*train.py checkpoint.resume={path} hydra.run.dir={runs / 'terminated'}"
-    assert re.fullmatch(command, lines[last].partition(": ")[2])
+    (words,) = printed_commands("\n".join(lines), "continue")
+    places = [f"checkpoint.resume={path}", f"hydra.run.dir={runs / 'terminated'}"]
+    assert words[:2] == ["torchrun", "--nproc_per_node=2"] and words[2].endswith("train.py")
+    assert [word.replace("=", f"={runs}/") if f"={runs}" not in word else word for word in words[3:]] == places
 
 
 @pytest.mark.parametrize("folder", ["unreadable", "slow_unreadable"])
@@ -161,9 +164,9 @@ def test_tokens_that_one_process_cannot_read_stop_all_and_no_step_is_lost(runs, 
 def test_training_goes_on_while_a_checkpoint_is_written(runs):
     """The writer waits for the step after the next. The run reports the checkpoint when it is complete, not before."""
     code, *lines = (runs / "slow" / "out.txt").read_text().splitlines()
-    told = [line.split(" in ")[0] for line in lines if line.startswith(("step", "saved"))]
-    saved = told.index(f"saved {runs / 'slow' / 'checkpoints' / 'step-00000002'}")
-    assert code == "0" and [line[:8] for line in told[:saved]] == ["step 1/6", "step 2/6", "step 3/6"]
+    told = [line.split(" in ")[0] for line in lines if line.startswith(("train", "saved"))]
+    (saved,) = [number for number, line in enumerate(told) if line.endswith("checkpoints/step-00000002")]
+    assert code == "0" and [line[:9] for line in told[:saved]] == ["train 1/6", "train 2/6", "train 3/6"]
     assert_same_curve(runs / "slow", runs / "full")
 
 

@@ -1,20 +1,23 @@
 import math
+import re
 from contextlib import suppress
 
+import pytest
 from rich.console import Console
 
 from tests.helpers.consoles import plain_console, printed, terminal
+from trainer.evaluation import perplexity
 from trainer.loggers.console import ConsoleLogger
 
 
 def test_eta_is_the_recent_pace_times_the_steps_left():
     now, etas = [0.0], []
     log = ConsoleLogger(1000, console=plain_console(), clock=lambda: now[0])
-    log.message = lambda line: etas.append(line.split("ETA ")[1])
+    log._print_row = lambda row: etas.append(row.split()[-1])
     for step, seconds in ((1, 300), (10, 9), (20, 30)):  # the first step compiles, and step 20 is evaluated
         now[0] += seconds
         log.log(step, step, {"train/loss": 1.0})
-    assert etas == ["-:--:--", "0:16:30", "0:33:32"]  # 990 steps at 9/9 s, 980 at 39/19
+    assert etas == ["-", "0:16:30", "0:33:32"]  # 990 steps at 9/9 s, 980 at 39/19
     for step in range(21, 121):  # The first of the recent 100 steps is then step 21.
         now[0] += 2.0
         log.log(step, step, {"train/loss": 1.0})
@@ -22,61 +25,73 @@ def test_eta_is_the_recent_pace_times_the_steps_left():
     log.log(120, 120, {"train/loss": 1.0})
 
 
-def test_a_plain_line():
+FULL = {
+    "train/loss": 3.412,
+    "train/perplexity": 30.32,
+    "train/lr": 3e-4,
+    "perf/tokens_per_second": 512_345.0,
+    "perf/tflops": 437.4,
+    "perf/mfu": 0.442,
+    "memory/peak_allocated_gib": 21.23,
+}
+
+
+def test_the_table():
     now = [0.0]
     console = plain_console()
     log = ConsoleLogger(600, console=console, clock=lambda: now[0])
-    log.log(60, 1, {"train/loss": 10.95})
+    log.log(60, 1, {"train/loss": 10.95, "train/perplexity": 56954.0})
     now[0] = 622.5
-    log.log(
-        120,
-        2,
-        {
-            "train/loss": 3.412,
-            "train/perplexity": 30.32,
-            "train/lr": 3e-4,
-            "train/grad_norm": 0.4,
-            "perf/tokens_per_second": 512_345.0,
-            "perf/tflops": 437.4,
-            "perf/mfu": 0.442,
-            "memory/peak_allocated_gib": 21.23,
-        },
-    )
+    log.log(120, 2, {"val/loss": 3.39, "val/perplexity": 29.67} | FULL)
     assert printed(console) == [
-        "step  60/600  loss 10.950  ETA -:--:--",
-        "step 120/600  loss  3.412  ppl    30.3  lr 3.0e-04  512k tok/s   437 TFLOP/s  MFU 44%   21.2 GiB  ETA 1:23:00",
+        "         step     loss perplexity  tokens/s  TFLOP/s    MFU peak GiB       ETA",
+        "train  60/600  10.9500     57,000                                            -",
+        "val   120/600   3.3900       29.7",
+        "train 120/600   3.4120       30.3   512,000      437  44.2%     21.2   1:23:00",
     ]
 
 
-def test_the_widest_plain_line_fits_120_columns():
+def test_an_unknown_peak_has_no_column():
+    console = plain_console()
+    rows = {key: value for key, value in FULL.items() if key != "perf/mfu"}
+    ConsoleLogger(600, has_mfu=False, console=console).log(1, 1, rows)
+    header, row = printed(console)
+    assert "MFU" not in header and len(row) == len(header)
+
+
+@pytest.mark.parametrize("max_steps", [9, 1200, 10**8])
+@pytest.mark.parametrize(
+    ("loss", "speed", "tflops", "memory"),
+    [
+        (math.nan, 0.00123, 1e-9, 0.0001),
+        (12345.6, 1e10, 12_345.0, 1234.0),
+        (1e30, 140_000.0, 0.0000123, 135.3),
+        (30.0, 3_615_000.0, 1437.0, 79.9),
+    ],
+)
+def test_rows_of_tiny_and_huge_numbers_are_aligned_and_fit(max_steps, loss, speed, tflops, memory):
     now = [0.0]
     console = plain_console()
-    log = ConsoleLogger(600_000, console=console, clock=lambda: now[0])
-    log.log(1, 1, {})
-    now[0] = 0.8  # times 599,998 steps: 479,998 s
-    widest = {"train/loss": 11.003, "train/perplexity": math.exp(11.003), "train/lr": 3e-4, "perf/mfu": 0.44}
-    widest |= {"perf/tokens_per_second": 3_615_000, "perf/tflops": 1437.0, "memory/peak_allocated_gib": 135.3}
-    log.log(2, 2, widest)
-    (line,) = printed(console)
-    assert line.endswith("ETA 133:19:58"), line
-    assert len(line) < 120
+    log = ConsoleLogger(max_steps, console=console, clock=lambda: now[0])
+    log.log(1, 1, FULL)
+    now[0] = 3.2e6 / max_steps
+    numbers = {"train/loss": loss, "train/perplexity": perplexity(loss), "perf/tokens_per_second": speed}
+    numbers |= {"perf/tflops": tflops, "perf/mfu": 1.0, "memory/peak_allocated_gib": memory}
+    log.log(2, 2, numbers | {"val/loss": loss, "val/perplexity": perplexity(loss)})
+    header, usual, evaluation, row = printed(console)
+    ends = [match.end() for match in re.finditer(r"peak GiB|\S+", header)]
+    assert len(row) <= 100 and len(usual) <= 100
+    for line in (usual, row):
+        assert [match.end() for match in re.finditer(r"\S+", line)][1:] == ends
+    assert [match.end() for match in re.finditer(r"\S+", evaluation)][1:] == ends[:3]
 
 
-def test_a_slow_device_and_a_diverged_loss_still_read():
+def test_the_header_comes_again():
     console = plain_console()
-    log = ConsoleLogger(9, console=console)
-    log.log(1, 1, {"train/loss": math.nan, "train/perplexity": math.inf, "perf/tflops": 0.0512})
-    log.log(2, 2, {"train/loss": 30.0, "train/perplexity": math.exp(30), "perf/tokens_per_second": 9512.0})
-    first, second = printed(console)
-    assert "loss    nan  ppl     inf  0.05 TFLOP/s" in first
-    assert "ppl 1.1e+13  9.5k tok/s" in second
-
-
-def test_evaluation_has_a_line_of_its_own():
-    console = plain_console()
-    ConsoleLogger(600, console=console).log(60, 1, {"val/loss": 3.39, "val/perplexity": 29.67, "train/loss": 3.4})
-    assert printed(console)[0] == "step  60/600  val loss  3.390  val ppl    29.7"
-    assert printed(console)[1].startswith("step  60/600  loss  3.400")
+    log = ConsoleLogger(100, console=console)
+    for step in range(1, 42):
+        log.log(step, step, {"train/loss": 1.0})
+    assert [number for number, line in enumerate(printed(console)) if "loss" in line] == [0, 21, 42]
 
 
 def test_messages_are_printed_as_they_are():
@@ -105,7 +120,23 @@ def test_a_terminal_shows_a_live_line_with_messages_above_it():
     log.close()
     log.close()
     text = console.file.getvalue()
-    assert "step  50/100  ETA 0:00:00  loss  4.500" in text
+    assert re.search(r"train  50/100   4\.5000 .* 0:00:00 .*━", text)
     assert "\x1b[2Ksaved\n" in text  # the live line is erased, the message stands, the live line follows
-    assert text.rindex("saved") < text.rindex("loss  4.500")
+    assert text.rindex("saved") < text.rindex("4.5000")
     assert text.endswith("\x1b[?25h")  # the cursor is back
+
+
+def test_a_summary_stands_below_the_last_live_line():
+    console = terminal()
+    log = ConsoleLogger(100, console=console)
+    log.log(100, 1, {"train/loss": 9.0})
+    log.summary("finished")
+    assert console.file.getvalue().endswith("finished\n") and "\x1b[?25h" in console.file.getvalue()
+
+
+def test_a_file_gets_no_control_codes():
+    console = plain_console()
+    log = ConsoleLogger(9, console=console)
+    log.log(9, 9, FULL)
+    log.summary("finished")
+    assert console.file.getvalue().replace("\n", "").isprintable()
