@@ -107,8 +107,7 @@ def train(config: Config, resumed: State | None, world: World = ALONE) -> StopRe
 
 def wandb_labels(config: Config, compute: Compute) -> dict:
     """Return the default group and tags in wandb. Users compare variants by them."""
-    tags = [config.attention.name, chosen("model"), config.data.name, compute.precision]
-    return {"group": sweep_name(), "tags": tags}
+    return {"group": sweep_name(), "tags": [config.attention.name, chosen("model"), config.data.name, compute.precision]}
 
 
 def loop(
