@@ -3,7 +3,7 @@
 from collections import Counter
 from pathlib import Path
 
-from bench.attention.charts import save
+from bench.common.drawing import save
 from bench.paper.tables import load_table
 
 CPU = "CPU, reference implementation"  # without a GPU, flash2 runs as the tiled algorithm in PyTorch

@@ -13,7 +13,9 @@ from matplotlib.figure import Figure
 from bench.attention import charts
 from bench.attention.shapes import PASSES
 from bench.common.command_line import launch
+from bench.common.drawing import WIDTH, save, styled
 from bench.common.formatting import at_least, at_most, cost_text, length_text, speed_text, table
+from bench.common.looks import LOOKS
 from bench.common.results import ROOT, read_results
 from bench.paper.pages import page, publish
 from bench.paper.tables import TABLES
@@ -25,7 +27,6 @@ RESULTS = ROOT / "bench" / "results" / "h200"
 PAPER = "gpt2", "gpt2_context", "gpt3", "io", "memory"  # the tables of bench.paper in docs/results.md
 FRONT = ("gpt2", 1024), ("gpt2", 8192), ("gpt3-1.3b", 8192), ("gpt3-2.7b", 8192)  # the rows of the README
 TRAINERS = {"ours": "ours", "nanogpt": "nanoGPT", "huggingface": "Hugging Face"}
-COLOURS = {"naive": "#888888", "sdpa": "#1f77b4", "flash2": "#d62728"}
 RIVALS = {"flash2": "flash2", "sdpa_flash": "FlashAttention-2", "sdpa_cudnn": "cuDNN", "fa3": "FlashAttention-3"}
 
 
@@ -47,7 +48,7 @@ def run(settings: ReadmeSettings) -> None:
     if settings.pictures:
         attention = read_results(RESULTS / "attention.json")
         charts.draw(attention["rows"], RESULTS / "attention.json", attention["environment"])
-        charts.save(parity_picture(RESULTS), RESULTS / "parity.svg")
+        save(parity_picture(RESULTS), RESULTS / "parity.svg")
     for path in PAGES:
         path.write_text(fill(path.read_text()))
 
@@ -211,20 +212,24 @@ TABLE_OF = {
 }
 
 
+@styled
 def parity_picture(results: Path) -> Figure:
+    """Draw the losses over tokens and over time. The curves nearly coincide: each lies on a thicker one before it."""
     rows = read_results(results / "parity.json")["rows"]
-    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 4.4), layout="constrained")
     by_tokens, by_time = figure.subplots(1, 2, sharey=True)
-    for row in rows:
+    for row, width in zip(rows, (7, 4, 2), strict=True):
         steps, losses = zip(*row["loss_curve"], strict=True)
-        colour = COLOURS[row["variant"]]
-        by_tokens.plot([s * row["tokens"] / row["steps"] / 1e6 for s in steps], losses, color=colour, lw=1)
-        by_time.plot([s * row["step_ms"] / 1e3 for s in steps], losses, color=colour, lw=1, label=row["variant"])
-    by_tokens.set(xlabel="million tokens", ylabel="training loss (nats)")
-    by_time.set(xlabel="seconds of training")
-    by_time.legend(frameon=False)
+        ours, end = row["variant"] == "flash2", row["steps"] * row["step_ms"] / 1e3
+        label = f"{row['variant']}: {cost_text(end, ours, 1)} s, {cost_text(row['peak_gib'], ours, 1)} GiB"
+        look = {"color": LOOKS[row["variant"]].colour, "lw": width, "label": label}
+        by_tokens.plot([s * row["tokens"] / row["steps"] / 1e6 for s in steps], losses, **look)
+        by_time.plot([s * row["step_ms"] / 1e3 for s in steps], losses, **look)
+    by_tokens.set(xlabel="million tokens", ylabel="training loss (nats)", title="loss over tokens")
+    by_time.set(xlabel="seconds of training", title="loss over time")
+    by_time.legend(fontsize=12)
     for axes in (by_tokens, by_time):
-        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid()
     return figure
 
 

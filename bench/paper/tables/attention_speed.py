@@ -6,10 +6,11 @@ from dataclasses import replace
 
 from matplotlib.figure import Figure
 
-from bench.attention.charts import LOOKS, PANELS, TITLES, figure_of
+from bench.attention.charts import PANELS, TITLES, figure_of
 from bench.attention.measurement import measure_shape
 from bench.attention.shapes import PASSES, paper_shapes
 from bench.common.formatting import table, whole_speed
+from bench.common.looks import looks_of
 from bench.common.timing import Gpu
 from bench.paper.attentions import attention_named
 from bench.paper.settings import PaperSettings
@@ -65,8 +66,8 @@ def speed_lines(rows: list[dict], variants: Iterable[str], passes: Sequence[str]
 def markdown(rows: list[dict]) -> str:
     """Return TFLOP/s of forward / backward / both, a line for each shape."""
     timed = [row for row in rows if "seq_len" in row]
-    variants = [name for name in LOOKS if any(row["variant"] == name for row in timed)]
-    header = ["mask", "head size", "sequence", "batch x heads", *(LOOKS[name][0] for name in variants)]
+    variants = looks_of(row["variant"] for row in timed)
+    header = ["mask", "head size", "sequence", "batch x heads", *(look.label for look in variants.values())]
     names = "; ".join(text for name, text in STANDS_FOR.items() if name in variants)
     return (
         f"{table(header, speed_lines(timed, variants, PASSES))}\n\nTFLOP/s of forward / backward / both in bf16 by the "

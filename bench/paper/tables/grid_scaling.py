@@ -10,10 +10,11 @@ from collections.abc import Iterator
 import numpy as np
 from matplotlib.figure import Figure
 
-from bench.attention.charts import LOOKS
 from bench.attention.measurement import measure_shape
 from bench.attention.shapes import AttentionShape
+from bench.common.drawing import SMALL, WIDTH, styled
 from bench.common.formatting import length_text, table
+from bench.common.looks import LOOKS
 from bench.common.timing import Gpu
 from bench.paper.attentions import attention_named
 from bench.paper.settings import PaperSettings
@@ -94,9 +95,10 @@ def fixed_text(rows: list[dict], axis: str) -> str:
     return ", ".join(f"{name} {row[key]:,}" for key, name in AXES.items() if key != axis) if row else "-"
 
 
+@styled
 def pictures(rows: list[dict], device: str) -> dict[str, Figure]:
     """Draw milliseconds against each axis, both logarithmic: forward as lines, backward dashed."""
-    figure = Figure(figsize=(12, 4.8), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 4.6), layout="constrained")
     for axes, (axis, name) in zip(figure.subplots(1, len(AXES)), AXES.items(), strict=True):
         values = sorted({row[axis] for row in rows if row["grows"] == axis and axis in row})
         axes.set_xscale("log", base=2)
@@ -105,13 +107,13 @@ def pictures(rows: list[dict], device: str) -> dict[str, Figure]:
         for variant in VARIANTS:
             for pass_, line in (("forward", "o-"), ("backward", "o--")):
                 if points := curve(rows, axis, variant, pass_):
-                    exponent = ", slope {}, at the end {}".format(*slopes(points)) if len(points) > 1 else ""
-                    look = {"color": LOOKS[variant][1], "markersize": 4, "label": f"{variant} {pass_}{exponent}"}
+                    look = {"color": LOOKS[variant].colour, "markersize": 5, "label": f"{variant} {pass_}"}
                     axes.plot(list(points), list(points.values()), line, **look)
-        axes.set(xlabel=name, ylabel="ms")
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.set_title(fixed_text(rows, axis), fontsize="medium")
-        if axes.lines:
-            axes.legend(frameon=False, fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.16))
-    figure.suptitle(f"{device}, heads of {HEAD_DIM}")
+        axes.set_xlabel(name)
+        axes.grid(axis="y")
+        axes.set_title(fixed_text(rows, axis), fontsize=SMALL, fontweight="normal")
+    figure.axes[0].set_ylabel("ms")
+    lines = {line.get_label(): line for axes in figure.axes for line in axes.lines}
+    figure.legend(lines.values(), lines, loc="outside lower center", ncols=4)
+    figure.suptitle(f"Time of flash1 and flash2, heads of {HEAD_DIM}, {device}")
     return {"": figure}

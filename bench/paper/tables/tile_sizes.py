@@ -11,6 +11,7 @@ from triton.runtime.errors import OutOfResources
 from bench.attention.accuracy import Truth, WrongResult, pick, relative_error, truth_of
 from bench.attention.contenders import Inputs, draw_inputs
 from bench.attention.shapes import AttentionShape
+from bench.common.drawing import SMALL, WIDTH, styled
 from bench.common.formatting import rounded, table
 from bench.common.timing import Gpu, recorded, sampler_of
 from bench.paper.settings import PaperSettings
@@ -101,20 +102,23 @@ def markdown(rows: list[dict]) -> str:
     )
 
 
+@styled
 def pictures(rows: list[dict], device: str) -> dict[str, Figure]:
     """Draw the heatmap of times, each tile with its resources."""
     of_tile = {(row["B_r"], row["B_c"]): row for row in rows if "B_c" in row}
     heights, widths = (sorted({tile[i] for tile in of_tile}) for i in (0, 1))
     times = [[of_tile.get((m, n), {}).get("ms") or float("nan") for n in widths] for m in heights]
-    figure = Figure(figsize=(1.8 * len(widths) + 2, 1.3 * len(heights) + 1.4), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 1.2 * len(heights) + 1.4), layout="constrained")
     axes = figure.subplots()
     if of_tile:
         image = axes.imshow(times, cmap="viridis_r", norm="log", aspect="auto")
-        figure.colorbar(image, label="ms")
+        bar = figure.colorbar(image, label="ms", format="{x:g}")
+        bar.ax.yaxis.set_minor_formatter("{x:g}")
+        bar.ax.tick_params(which="both", labelsize=SMALL)
     for i, m in enumerate(heights):
         for j, n in enumerate(widths):
-            box = {"fc": "white", "ec": "none", "alpha": 0.75}
-            axes.text(j, i, tile_text(of_tile.get((m, n))), ha="center", va="center", fontsize=8, bbox=box)
+            box = {"fc": "white", "ec": "none", "alpha": 0.8, "pad": 3}
+            axes.text(j, i, tile_text(of_tile.get((m, n))), ha="center", va="center", fontsize=SMALL, bbox=box)
     axes.set_xticks(range(len(widths)), widths)
     axes.set_yticks(range(len(heights)), heights)
     axes.set(xlabel="B_c, keys of a tile", ylabel="B_r, queries of a tile", title=f"flash2, plain Triton, {device}")
@@ -126,6 +130,6 @@ def tile_text(row: dict | None) -> str:
         return "" if row is None else {"oom": "does not fit"}.get(row["status"], row["status"])
     lines = [f"{row['ms']:.3f} ms"]
     if "registers" in row:
-        lines.append(f"{row['registers']} registers, {row['spills']} spills")
+        lines += [f"{row['registers']} registers", f"{row['spills']} spills"]
         lines.append(f"{row['shared_bytes'] / 1024:.0f} KiB, {row['resident_blocks']} per SM")
     return "\n".join(lines)

@@ -1,7 +1,5 @@
 from bench.attention import charts
-from bench.attention.contenders import available
 from bench.attention.shapes import PASSES, SHAPES
-from model.attention import BUILT_IN
 from tests.bench.stopwatch import made_up_rows, row
 
 
@@ -26,7 +24,3 @@ def test_a_function_of_the_user_is_drawn_under_its_own_name():
     figure = charts.figure_of([row("flash2"), row("my_module:mine")], "title")
     [legend] = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["flash2 (ours)", "my_module:mine"]
-
-
-def test_every_variant_has_a_look():
-    assert {*available(), *BUILT_IN, "fa2", "fa3"} - {"sdpa"} <= set(charts.LOOKS)
