@@ -1,6 +1,7 @@
 "use strict";
 
 const page = JSON.parse(document.getElementById("data").textContent);
+const SYMBOLS = 6; // of each run in a chart
 const view = { x: "tokens", logx: false, logy: false, hidden: new Set() };
 
 function trace(chart, run, number) {
@@ -12,10 +13,26 @@ function trace(chart, run, number) {
     y: x.length ? values : [],
     name: run.label,
     visible: !view.hidden.has(number),
-    mode: shown.length > 60 ? "lines" : "lines+markers",
-    line: { color: run.colour, dash: run.dash, width: 1.8 },
-    marker: { size: 4 },
+    mode: "lines",
+    line: { color: run.colour, dash: run.dash === "none" ? "solid" : run.dash, width: run.width },
     hovertemplate: `%{y:${chart.hover}}  %{fullData.name}<extra></extra>`,
+  };
+}
+
+/** Puts symbols on a few points of a curve, each run on points of its own, so that curves that coincide show all. */
+function symbols(run, number, curve) {
+  const points = curve.y.flatMap((value, point) => (value === null ? [] : [point]));
+  const count = Math.min(SYMBOLS, Math.ceil(points.length / page.runs.length));
+  const places = Array.from({ length: count }, (_, n) => (n + (number + 0.5) / page.runs.length) / count);
+  const chosen = places.map((place) => points[Math.floor(place * points.length)]);
+  return {
+    x: chosen.map((point) => curve.x[point]),
+    y: chosen.map((point) => curve.y[point]),
+    visible: curve.visible,
+    mode: "markers",
+    marker: { size: 9, symbol: run.symbol, color: run.colour },
+    cliponaxis: false,
+    hoverinfo: "skip",
   };
 }
 
@@ -48,7 +65,7 @@ function layout(chart) {
       nticks: 7,
     },
     yaxis: {
-      type: view.logy ? "log" : "linear",
+      type: view.logy || chart.log ? "log" : "linear",
       rangemode: chart.from_zero ? "tozero" : "normal",
       tickformat: chart.ticks,
       zeroline: false,
@@ -81,7 +98,8 @@ function draw() {
     const isNew = !element.data;
     const curves = page.runs.map((run, number) => trace(chart, run, number));
     const diamonds = page.runs.map((run, number) => marks(chart, run, curves[number]));
-    Plotly.react(element, [...curves, ...diamonds.filter(({ x }) => x.length)], layout(chart), {
+    const runs = page.runs.map((run, number) => symbols(run, number, curves[number]));
+    Plotly.react(element, [...curves, ...runs, ...diamonds.filter(({ x }) => x.length)], layout(chart), {
       displayModeBar: false,
       responsive: true,
     });

@@ -1,9 +1,8 @@
-"""The tables of a report: runs side by side, their settings, and the results of benchmarks."""
+"""The tables of a report: the settings of runs, and the results of benchmarks."""
 
 import json
 import math
 import re
-from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,48 +45,6 @@ def json_cell(value: object) -> TableCell:
     if isinstance(value, float) and math.isfinite(value):
         return TableCell(f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}", value)
     return TableCell(str(value)[: 12 if re.fullmatch(r"[0-9a-f]{40}", str(value)) else None])
-
-
-def summary(runs: list[TrainingRun]) -> Table:
-    """Return one row per run, the lowest final validation loss first, without columns that are empty for all runs."""
-
-    def last(run: TrainingRun, key: str) -> float | None:
-        values = list(run.series(key).values())
-        return values[-1] if values else None
-
-    def show(value: float | None, form: str, missing: str = "-") -> TableCell:
-        return TableCell(missing) if value is None else TableCell(form.format(value), value)
-
-    def ending(run: TrainingRun, key: str, form: str) -> TableCell:
-        return show(last(run, key), form, "not finite" if run.series(key) else "-")
-
-    def row_of(run: TrainingRun) -> dict[str, TableCell]:
-        seconds, reached = run.seconds(), str(last(run, "step") or 0)
-        wanted = run.settings.get("train.max_steps", reached)
-        return {
-            "run": TableCell(run.name),
-            "context": TableCell(run.settings.get("model.context_length", "-") if len(contexts) > 1 else "-"),
-            "steps": TableCell(reached if wanted == reached else f"{reached} of {wanted}", last(run, "step")),
-            "training loss": ending(run, "train/loss", "{:.4f}"),
-            "validation loss": ending(run, "val/loss", "{:.4f}"),
-            "lowest validation loss": show(min(run.finite("val/loss"), default=None), "{:.4f}"),
-            "perplexity": ending(run, "val/perplexity", "{:,.2f}"),
-            "tokens/s": show(run.typical("perf/tokens_per_second"), "{:,.0f}"),
-            "TFLOP/s": show(run.typical("perf/tflops"), "{:,.4g}"),
-            "MFU": show(run.typical("perf/mfu"), "{:.1%}"),
-            "peak GPU memory": show(max(run.finite("memory/peak_allocated_gib"), default=None), "{:.1f} GiB"),
-            "peak process memory": show(max(run.finite("memory/peak_rss_gib"), default=None), "{:.1f} GiB"),
-            "training time": TableCell(str(timedelta(seconds=round(seconds[-1]))), seconds[-1]) if seconds else EMPTY,
-        }
-
-    contexts = {run.settings.get("model.context_length") for run in runs}
-    rows = [row_of(run) for run in sorted(runs, key=lambda run: (last(run, "val/loss") is None, last(run, "val/loss")))]
-    filled = [column for column in (rows[0] if rows else ()) if any(row[column].text != "-" for row in rows)]
-    note = (
-        "Losses are the last ones, in nats per token, and perplexity is from the last validation. Speeds are medians "
-        "over the second half of a run. Training time excludes compilation, evaluation and saving."
-    )
-    return Table("Summary", note, filled, [[row[column] for column in filled] for row in rows])
 
 
 def differences(runs: list[TrainingRun]) -> Table:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
-from bench.report.page import write_page
+from bench.common.looks import LOOKS
+from bench.report.page import curve_looks, write_page
 from bench.report.page_tables import read_results
 from bench.report.runs import read_runs
 from tests.bench.report.made_up import save_run
@@ -16,6 +17,7 @@ from tests.e2e import ROOT
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> %{x} &lt;"
 WINDOW = {"width": 1200, "height": 900}
+PHONE = {"width": 390, "height": 844}
 PAPER = {"width": 680, "height": 1000}  # A4 without its margins
 
 
@@ -93,7 +95,7 @@ def axis(page: Page, name: str, key: str = "train/loss") -> dict:
 
 def curves(page: Page) -> list[int]:
     """Return the number of curves of each chart."""
-    lines = ".scatterlayer .trace:not(:has(.textpoint))"
+    lines = ".scatterlayer .trace:has(.js-line)"
     return page.locator(".chart").evaluate_all(f"all => all.map(one => one.querySelectorAll('{lines}').length)")
 
 
@@ -134,7 +136,7 @@ def test_axes_become_logarithmic_and_linear_again(page):
         for wanted in ("log", "linear"):
             switch.click()
             kinds = page.locator(".chart").evaluate_all(f"all => all.map(one => one.layout.{name}axis.type)")
-            assert set(kinds) == {wanted}
+            assert set(kinds) == ({wanted} if name == "x" else {wanted, "log"}), "perplexity is always logarithmic"
 
 
 def test_curves_are_drawn_over_tokens_steps_and_time(page):
@@ -251,7 +253,63 @@ def test_print_unfolds_everything_and_afterwards_restores_the_page(page):
     assert parts.last.get_attribute("open") is not None and count > 1
 
 
-def test_dark_screens_get_a_dark_page(page):
+def test_dark_screens_get_a_dark_page_with_lighter_curves(page):
+    def colours() -> list[str]:
+        parts = page.locator("body"), chart(page).locator(".gridlayer path").first, chart(page).locator(".scatterlayer")
+        (paper, grid, curve), names = parts, ("backgroundColor", "stroke", "filter")
+        read = "(element, name) => getComputedStyle(element)[name]"
+        return [part.evaluate(read, name) for part, name in zip((paper, grid, curve), names, strict=True)]
+
+    light = colours()
     page.emulate_media(color_scheme="dark")
     expect(page.locator("body")).to_have_css("background-color", "rgb(21, 23, 26)")
     expect(chart(page).locator(".xtick text").first).to_have_css("fill", "rgb(150, 156, 165)")
+    assert light[2] == "none" and "brightness" in colours()[2] and colours()[1] != light[1]
+    page.emulate_media(media="print")
+    assert chart(page).locator(".scatterlayer").evaluate("element => getComputedStyle(element).filter") == "none"
+
+
+def test_a_phone_scrolls_tables_in_their_box_and_not_the_page(page):
+    page.set_viewport_size(PHONE)
+    last = page.locator(".chart").last.locator(".main-svg").first
+    expect(last).to_have_attribute("width", "358")  # plotly draws again after a while
+    assert page.evaluate("document.documentElement.scrollWidth") == PHONE["width"]
+    summary = page.locator("#summary .scroll")
+    assert summary.evaluate("box => box.scrollWidth > box.clientWidth")
+    legend = page.locator("#legend").bounding_box()
+    assert legend["y"] + legend["height"] <= chart(page).bounding_box()["y"]
+    expect(page.locator("#bar")).to_have_css("position", "static")
+
+
+def test_the_title_and_the_heading_say_what_is_compared(page):
+    heading = page.locator("h1").inner_text()
+    assert heading.startswith("attention: naive, sdpa, flash2 · train.max_steps: ")
+    assert page.locator("#shared").inner_text() == "model gpt2 · context 1,024 · data tokens"
+    assert page.title() == f"{heading} · model gpt2 · context 1,024 · data tokens"
+    for name in ("speed", "memory"):
+        expect(page.locator("#summary th", has_text=f"{name} relative to naive")).to_have_count(1)
+
+
+def test_curves_that_coincide_differ_in_dash_width_and_places_of_symbols(browser, tmp_path):
+    """The variants have the same losses, so only the first curve would be seen without these differences."""
+    names = "naive", "sdpa", "flash2"
+    runs = read_runs([str(save_run(tmp_path / name, metrics(500, 3.0), name)) for name in names])
+    write_page(runs, [], tmp_path / "report.html")
+    page = browser.new_page(viewport=WINDOW)
+    page.goto((tmp_path / "report.html").as_uri())
+    drawn = chart(page).evaluate("element => element.data.map(({x, y, line, marker}) => ({x, y, line, marker}))")
+    lines, symbols = drawn[:3], drawn[3:]
+    assert all(line["y"] == lines[0]["y"] for line in lines)
+    assert [line["line"]["color"] for line in lines] == [LOOKS[name].colour for name in names]
+    assert len({line["line"]["dash"] for line in lines}) == 3
+    widths = [line["line"]["width"] for line in lines]
+    assert widths == sorted(widths, reverse=True) and len(set(widths)) == 3
+    assert len({symbol["marker"]["symbol"] for symbol in symbols}) == len(symbols) == 3
+    places = [place for symbol in symbols for place in symbol["x"]]
+    assert len(set(places)) == len(places) >= 12 and all(len(symbol["x"]) >= 4 for symbol in symbols)
+    page.close()
+
+
+def test_runs_of_one_variant_differ_in_colour(write_run):
+    looks = curve_looks(read_runs([str(write_run(f"run{number}", {1: {"train/loss": 3.0}})) for number in range(8)]))
+    assert len({look["colour"] for look in looks}) == 8

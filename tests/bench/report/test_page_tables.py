@@ -1,34 +1,13 @@
-"""Tables of runs and of benchmark results."""
+"""Tables of benchmark results."""
 
 import json
-import math
 
 import pytest
 
 from bench.report import readme
-from bench.report.page_tables import read_results, summary
-from bench.report.runs import read_runs
+from bench.report.page_tables import read_results
 from errors import UserError
 from tests.e2e import ROOT
-
-
-def test_summary_has_the_best_run_first_and_no_empty_columns(write_run):
-    speeds = {step: {"perf/tokens_per_second": speed} for step, speed in ((1, 10.0), (2, 10.0), (3, 2000.4), (4, 10.0))}
-    good = write_run("good", speeds | {5: {"val/loss": 2.0}, 6: {"val/loss": 2.5}}, max_steps=6)
-    runs = [
-        write_run("blind", {1: {"train/loss": 9.0}}, max_steps=60),
-        write_run("burst", {1: {"val/loss": 2.0}, 2: {"val/loss": math.nan}}, max_steps=2),
-        write_run("worse", {1: {"val/loss": 3.0}}, max_steps=1),
-        good,
-    ]
-    table = summary(read_runs(list(map(str, runs))))
-    shown = [dict(zip(table.columns, (cell.text for cell in row), strict=True)) for row in table.rows]
-    assert [row["run"] for row in shown] == ["good", "worse", "blind", "burst"]
-    assert [row["validation loss"] for row in shown] == ["2.5000", "3.0000", "-", "not finite"]
-    assert [row["lowest validation loss"] for row in shown] == ["2.0000", "3.0000", "-", "2.0000"]
-    assert [row["steps"] for row in shown] == ["6", "1", "1 of 60", "2"]
-    assert shown[0]["tokens/s"] == "2,000", "the median of the second half"
-    assert not {"MFU", "peak GPU memory", "training time"} & set(table.columns)
 
 
 def test_results_become_tables_of_the_columns_that_vary(tmp_path):

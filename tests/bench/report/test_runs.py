@@ -4,8 +4,9 @@ import math
 
 import pytest
 
-from bench.report.page_tables import changes, common, differences, summary
+from bench.report.page_tables import changes, common, differences
 from bench.report.runs import read_runs
+from bench.report.summary import summary
 from errors import UserError
 from tests.bench.report.made_up import save_run
 
