@@ -85,3 +85,7 @@ def test_a_variant_has_its_colour_in_every_picture(name):
     for axes in drawn(name).axes:
         found = colours_of(axes)
         assert found == {variant: colour_by_name[variant] for variant in found} and len(found) > 1
+
+
+def test_a_table_without_measured_rows_has_no_pictures():
+    assert load_table("kernels").pictures([{"head_dim": 64, "causal": True, "status": "failed"}], "GPU") == {}

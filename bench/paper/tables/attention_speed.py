@@ -77,8 +77,7 @@ def markdown(rows: list[dict]) -> str:
 
 
 def pictures(rows: list[dict], device: str) -> dict[str, Figure]:
+    """Draw the passes that were measured."""
     shown = [row for row in rows if "seq_len" in row and (row["head_dim"], row["causal"]) in PANELS]
-    return {
-        f"-{pass_}": figure_of([row for row in shown if row["pass"] == pass_], f"{title}, bf16, {device}")
-        for pass_, title in TITLES.items()
-    }
+    by_pass = {pass_: [row for row in shown if row["pass"] == pass_] for pass_ in TITLES}
+    return {f"-{pass_}": figure_of(of, f"{TITLES[pass_]}, bf16, {device}") for pass_, of in by_pass.items() if of}
