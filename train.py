@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from conf.cli import chosen, is_output_dir_given, launch, output_dir, sweep_name
+from conf.cli import is_output_dir_given, launch, output_dir, wandb_labels
 from conf.commands import next_commands
 from conf.resume import changed_settings, resumed_settings
 from conf.schema import Config
@@ -86,7 +86,7 @@ def train(config: Config, resumed: State | None, world: World = ALONE) -> StopRe
             state.load_state_dict(resumed)
             resumed.clear()  # 12 bytes of host memory per parameter
         options = {"max_steps": config.train.max_steps, "run_config": state.config, "resumed_step": resumed_step}
-        options |= {"tensorboard": config.tensorboard, "wandb": config.wandb, "labels": wandb_labels(config, compute)}
+        options |= {"tensorboard": config.tensorboard, "wandb": config.wandb, "labels": wandb_labels(config, compute.precision)}
         with (
             open_logs(folder, compute, changes, **options) as log,
             StopRequest(world) as stop,
@@ -103,11 +103,6 @@ def train(config: Config, resumed: State | None, world: World = ALONE) -> StopRe
             commands = next_commands(config, *places, is_stopped=stop.signal is not None)
             log.summary(text + last_words(state, watch.loss, stop.signal, time.monotonic() - began, *places, commands))
     return stop
-
-
-def wandb_labels(config: Config, compute: Compute) -> dict:
-    """Return the default group and tags in wandb. Users compare variants by them."""
-    return {"group": sweep_name(), "tags": [config.attention.name, chosen("model"), config.data.name, compute.precision]}
 
 
 def loop(

@@ -153,6 +153,12 @@ def chosen(group: str) -> str:
     return HydraConfig.get().runtime.choices[group]
 
 
+def wandb_labels(config: schema.Config, precision: str) -> dict:
+    """Return the default group and tags in wandb. Users compare variants by them."""
+    tags = [config.attention.name, chosen("model"), config.data.name, precision]
+    return {"group": sweep_name(), "tags": tags}
+
+
 def _remove_if_empty(folder: Path) -> None:
     with suppress(OSError):  # The folder has files, or another process has removed it, or it is a mount point.
         if folder != Path.cwd():
