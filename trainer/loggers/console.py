@@ -41,7 +41,7 @@ class ConsoleLogger(Logger):
     def log(self, step: int, tokens: int, metrics: Metrics) -> None:
         self._marks.append((step, self._clock()))
         if "val/loss" in metrics:
-            self._print_row(self._row("val", step, {key: metrics[key] for key in ("val/loss", "val/perplexity")}))
+            self._print_row(self._row("val", step, {key: x for key, x in metrics.items() if key.startswith("val/")}))
         if "train/loss" in metrics:
             row = self._row("train", step, metrics, self._eta())
             if self._console.is_interactive:
