@@ -66,7 +66,6 @@ def train(config: Config, resumed: State | None, world: World = ALONE) -> StopRe
     config.wandb = checked(config.wandb, config.tensorboard)
     tokens = world.first_ahead(lambda: open_tokens(config.data))  # the first process may have to make the files
     saves_to, resumed_step = config.checkpoint.folder(folder), resumed["step"] if resumed else None
-
     fix_randomness(config.train)
     config.model = run_shape(config.model, tokens, resumed)
     changes = changed_settings(resumed["config"], asdict(config)) if resumed else {}
@@ -100,9 +99,9 @@ def train(config: Config, resumed: State | None, world: World = ALONE) -> StopRe
             watch = Watch(state, config.train, checkpoints, folder / "replay", log.message, world)
             loop(config, state, tokens, compute, checkpoints, watch, log, stop)
             text = "" if stop.signal else sample(model, tokens, config.train, compute) + "\n\n"
-            places = folder, checkpoints.newest
+            places, seconds = (folder, checkpoints.newest), time.monotonic() - began
             commands = next_commands(config, *places, is_stopped=stop.signal is not None)
-            log.summary(text + last_words(state, watch.loss, stop.signal, time.monotonic() - began, *places, commands))
+            log.summary(text + last_words(state, watch.loss, stop.signal, seconds, *places, commands))
     return stop
 
 
