@@ -194,7 +194,7 @@ def test_a_refusal_of_wandb_is_one_sentence(server, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=refused):
         dashboard.run(settings)
     monkeypatch.setattr(Server, "default_entity", None)
-    with pytest.raises(UserError, match="name a user or a team with entity=NAME"):
+    with pytest.raises(UserError, match="entity=null finds no default entity .*; give a user or a team"):
         dashboard.run(DashboardSettings(out=str(tmp_path / "b.json")))
     assert not (tmp_path / "b.json").exists()
 
