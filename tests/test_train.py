@@ -150,7 +150,8 @@ def test_sigterm_and_sigint_save_a_checkpoint_and_say_how_to_continue(workplace)
         out, err = processes[name].communicate(timeout=60)
         assert processes[name].returncode == 128 + number
         assert "Traceback" not in out + err
-        remedy, step = re.search(rf"{number.name} after step .*(checkpoint\.resume=\S+step-0*(\d+)\.pt)", out).groups()
+        step = re.search(rf"^stopped +{number.name} after step (\d+), ", out, re.MULTILINE)[1]
+        ((_, _, remedy, _),) = printed_commands(out, "continue")
         assert curve(name) == [(i,) for i in range(1, int(step) + 1)]
         train(name, no_evaluation, remedy, f"train.max_steps={int(step) + 2}").ok()
         assert curve(name) == [(i,) for i in range(1, int(step) + 3)]
