@@ -72,8 +72,9 @@ def train(config: Config, resumed: State | None, world: World = ALONE) -> StopRe
     options = {"document_mask": config.data.document_mask, "is_resumed": resumed_step is not None}
     model = build_model(config.model, config.attention, config.train, compute, **options)
     model = shard(model, compute, config.train.reshard_after_forward)
-    checkpoints = open_checkpoints(saves_to, config.checkpoint, model, compute, config.train.timeout_s, resumed_step)
     optimizer = build_optimizer(model, config.optimizer)
+    options = {"timeout_s": config.train.timeout_s, "resumed_step": resumed_step}
+    checkpoints = open_checkpoints(saves_to, config.checkpoint, model, optimizer, compute, **options)
     with (
         build_loader(config.train, tokens, config.model, compute) as loader,
         claimed({folder: "hydra.run.dir", saves_to: "checkpoint.dir"}, world),

@@ -40,6 +40,11 @@ def resumed_settings(config: Config, state: State) -> Config:
         if override not in groups and not override.is_delete():
             OmegaConf.update(merged, override.key_or_group, override.value())
     merged.checkpoint.resume = config.checkpoint.resume
+    if (name := merged.optimizer.name) != (before := stored["optimizer"].get("name", "adamw")):
+        raise UserError(
+            f"optimizer={name} cannot continue checkpoint.resume={source}, which holds the moments of "
+            f"optimizer={before}; set optimizer={before}, or start a new run with model.pretrained={source}"
+        )
     if state["step"] > merged.train.max_steps:
         raise UserError(
             f"checkpoint.resume={source} is at step {state['step']}, past train.max_steps={merged.train.max_steps}; "

@@ -1,21 +1,24 @@
-"""AdamW, its learning-rate schedule, and gradient clipping that drops steps which are not finite."""
+"""The optimizer, its learning-rate schedule, and gradient clipping that drops steps which are not finite."""
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from errors import UserError, check_range
+from errors import UserError, check_choice, check_range
 from trainer.distributed.world import local_part
+from trainer.muon import Muon, MuonConfig
 
 
 @dataclass
 class OptimizerConfig:
-    """AdamW with linear warm-up and cosine decay (group `optimizer`)."""
+    """AdamW or Muon, with linear warm-up and cosine decay (group `optimizer`)."""
 
+    name: str = "adamw"
+    """adamw; muon: torch.optim.Muon for the weight matrices of the blocks, and AdamW for all other parameters."""
     lr: float = 6e-4
     """Learning rate at the end of the warm-up."""
     min_lr: float | None = None
@@ -34,8 +37,10 @@ class OptimizerConfig:
     """Decoupled decay of matrices and tables. Biases and LayerNorm do not decay."""
     grad_clip: float = 1.0
     """Largest norm of the whole gradient; 0 does not clip."""
+    muon: MuonConfig = field(default_factory=MuonConfig)
 
     def __post_init__(self):
+        check_choice("optimizer.name", self.name, ("adamw", "muon"))
         for key in ("lr", "min_lr", "warmup_steps", "weight_decay", "grad_clip"):
             check_range(f"optimizer.{key}", getattr(self, key), 0)
         check_range("optimizer.decay_steps", self.decay_steps, 1)
@@ -46,6 +51,14 @@ class OptimizerConfig:
                 raise UserError(f"optimizer.{key}={getattr(self, key)} is out of range; give at least 0 and below 1")
         if self.min_lr is not None and self.min_lr > self.lr:
             raise UserError(f"optimizer.min_lr={self.min_lr} is above optimizer.lr={self.lr}; lower min_lr or raise lr")
+        if self.name != "muon" and self.muon != MuonConfig():
+            raise UserError(
+                f"optimizer.muon has settings, but optimizer={self.name} does not use them; add optimizer=muon"
+            )
+        if self.muon.lr and not self.lr:
+            raise UserError(
+                f"optimizer.muon.lr={self.muon.lr} follows the schedule of optimizer.lr=0; raise optimizer.lr"
+            )
 
 
 def learning_rate(step: int, config: OptimizerConfig, max_steps: int) -> float:
@@ -111,26 +124,36 @@ class AdamW(torch.optim.AdamW):
         adamw_(*tensors, *scalars, beta1=beta1, beta2=beta2, **settings)
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig, kind: type[torch.optim.AdamW] = AdamW) -> AdamW:
-    """Return fused AdamW. Only matrices and tables decay. Benchmarks pass another `kind` to compare with."""
-    decayed = [p for p in model.parameters() if p.ndim >= 2]
+def build_optimizer(model: nn.Module, config: OptimizerConfig, kind: type[torch.optim.AdamW] = AdamW) -> AdamW | Muon:
+    """Return the optimizer. Only matrices and tables decay. Benchmarks pass another `kind` of AdamW to compare with."""
+    hidden = {p for p in model.h.parameters() if p.ndim == 2} if config.name == "muon" else set()
+    if any(isinstance(p, DTensor) for p in hidden):
+        raise UserError(
+            "optimizer=muon needs whole matrices, and parallel=fsdp and hsdp split them; set parallel=ddp, or "
+            "optimizer=adamw"
+        )
+    decayed = [p for p in model.parameters() if p.ndim >= 2 and p not in hidden]
     others = [p for p in model.parameters() if p.ndim < 2]
     groups = {"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}
     groups = [group for group in groups if group["params"]]
-    return kind(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+    adamw = kind(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+    if not hidden:
+        return adamw
+    return Muon([p for p in model.parameters() if p in hidden], adamw, config.muon, config.weight_decay)
 
 
-def set_learning_rate(optimizer: AdamW, lr: float) -> None:
-    """Use `lr` for the next step, in all parameter groups."""
+def set_learning_rate(optimizer: AdamW | Muon, lr: float) -> None:
+    """Use the schedule's rate `lr` for the next step, times a group's lr_ratio if it has one."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("lr_ratio", 1)
 
 
-def clip_gradients(optimizer: AdamW, scaler: torch.amp.GradScaler, grad_clip: float) -> Tensor:
+def clip_gradients(optimizer: AdamW | Muon, scaler: torch.amp.GradScaler, grad_clip: float) -> Tensor:
     """Clip the norm of the whole gradient to `grad_clip` (0: do not clip) and return the norm before it, a scalar.
 
-    If the norm is not finite, the optimizer's next step leaves weights and moments unchanged. The host does not wait:
-    fused AdamW reads `found_inf`, and divides by `grad_scale`, which clips without another pass over the gradients.
+    If the norm is not finite, the optimizer's next step leaves weights and moments unchanged. With AdamW, the host does
+    not wait: fused AdamW reads `found_inf`, and divides by `grad_scale`, which clips without another pass over the
+    gradients.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if scaler.is_enabled():

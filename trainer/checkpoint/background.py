@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from itertools import product
 from pathlib import Path
 
 import torch
@@ -16,7 +15,8 @@ from trainer.checkpoint.single import SingleFileStore
 from trainer.distributed.world import local_part
 from trainer.layout import shortened, shown
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+ADAMW, MUON = ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)
+MOMENTS = (*ADAMW, *MUON)
 KINDS = ("model", *(f"optimizer.{moment}" for moment in MOMENTS))  # kinds of tensors; a parameter's name follows
 
 
@@ -24,13 +24,13 @@ class BackgroundStore(SingleFileStore):
     """A store whose `save` returns after copying the state to host memory, which is allocated once. A thread writes
     the copy. One state is pending at a time: the next save waits for it and raises its error."""
 
-    def __init__(self, folder: Path, keep: int, writes: bool, model: nn.Module):
+    def __init__(self, folder: Path, keep: int, writes: bool, model: nn.Module, optimizer: torch.optim.Optimizer):
         super().__init__(folder, keep, writes)
         self._copied: int | None = None  # the step whose state is in host memory
         self._rest: State = {}  # that state, without weights and moments
         self._pending: list[Future] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._host = host_memory(self._parts(model))
+        self._host = host_memory(self._parts(model), moments_of(model, optimizer))
 
     def _parts(self, model: nn.Module) -> dict[str, Tensor]:
         return dict(model.named_parameters()) if self.writes else {}
@@ -82,15 +82,24 @@ class BackgroundStore(SingleFileStore):
         self._pending.append(self._thread.submit(act))
 
 
-def host_memory(parts: dict[str, Tensor]) -> dict[str, Tensor]:
+def moments_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tuple[str, ...]]:
+    """Return which moments the optimizer keeps of each parameter, by the parameter's name."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups = ((group, MUON if "momentum" in group else ADAMW) for group in optimizer.param_groups)
+    return {names[p]: moments for group, moments in groups for p in group["params"]}
+
+
+def host_memory(parts: dict[str, Tensor], moments: dict[str, tuple[str, ...]]) -> dict[str, Tensor]:
     """Allocate host memory, pinned for GPU tensors, for the weights `parts` and their moments."""
+    kinds = {name: ("model", *(f"optimizer.{moment}" for moment in moments[name])) for name in parts}
     try:
         return {
             f"{kind}.{name}": torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda)
-            for kind, (name, part) in product(KINDS, parts.items())
+            for name, part in parts.items()
+            for kind in kinds[name]
         }
     except RuntimeError as error:
-        size = len(KINDS) * sum(part.nbytes for part in parts.values()) / 2**30
+        size = sum(len(kinds[name]) * part.nbytes for name, part in parts.items()) / 2**30
         raise UserError(
             f"checkpoint.asynchronous=true needs {size:.1f} GiB of host memory for a copy, which the host lacks "
             f"({described(error)}); set checkpoint.asynchronous=false, or start more processes with parallel=fsdp or "
@@ -103,7 +112,7 @@ def split_state(state: State) -> tuple[State, dict[str, Tensor]]:
     names, optimizer = state["parameters"], state["optimizer"]
     tensors = {f"model.{name}": x for name, x in state["model"].items()}
     for i, of_one in optimizer["state"].items():
-        tensors |= {f"optimizer.{moment}.{names[i]}": of_one[moment] for moment in MOMENTS}
+        tensors |= {f"optimizer.{moment}.{names[i]}": of_one[moment] for moment in MOMENTS if moment in of_one}
     scalars = {i: {k: x for k, x in of_one.items() if k not in MOMENTS} for i, of_one in optimizer["state"].items()}
     return state | {"model": {}, "optimizer": optimizer | {"state": scalars}}, tensors
 
@@ -112,7 +121,8 @@ def join_state(rest: State, tensors: dict[str, Tensor]) -> State:
     """Undo split_state."""
     names, optimizer = rest["parameters"], rest["optimizer"]
     moments = {
-        i: scalars | {moment: tensors[f"optimizer.{moment}.{names[i]}"] for moment in MOMENTS}
+        i: scalars
+        | {moment: tensors[key] for moment in MOMENTS if (key := f"optimizer.{moment}.{names[i]}") in tensors}
         for i, scalars in optimizer["state"].items()
     }
     weights = {name: tensors[f"model.{name}"] for name in names}

@@ -109,7 +109,14 @@ class Checkpoints:
 
 
 def open_checkpoints(
-    folder: Path, settings: CheckpointConfig, model: GPT2, compute: Compute, timeout_s: int, resumed_step: int | None
+    folder: Path,
+    settings: CheckpointConfig,
+    model: GPT2,
+    optimizer: torch.optim.Optimizer,
+    compute: Compute,
+    *,
+    timeout_s: int,
+    resumed_step: int | None,
 ) -> Checkpoints:
     """Return the checkpoints of a run that starts, or resumes after `resumed_step` steps, and saves to `folder`."""
     first_step = resumed_step or 0
@@ -119,11 +126,12 @@ def open_checkpoints(
             f"{assigned('checkpoint.resume', later)}, or choose another checkpoint.dir"
         )
     options = {"keep": settings.keep, "writes": compute.world.is_first}
+    parts = {"model": model, "optimizer": optimizer}
     asynchronous = compute.device.type == "cuda" if settings.asynchronous is None else settings.asynchronous
     if compute.world.is_sharded:
-        store = ShardedStore(folder, model=model, timeout_s=timeout_s, **options)
+        store = ShardedStore(folder, timeout_s=timeout_s, **parts, **options)
     elif asynchronous:
-        store = BackgroundStore(folder, model=model, **options)
+        store = BackgroundStore(folder, **parts, **options)
     else:
         store = SingleFileStore(folder, **options)
     return Checkpoints(store, settings.on_error, compute.world)

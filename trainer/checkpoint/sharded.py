@@ -41,8 +41,8 @@ DTYPES = {torch.float32: "F32"}  # weights and moments have no other
 class ShardedStore(BackgroundStore):
     """The checkpoints of a run with sharded weights. If writing fails in one process, all raise the error."""
 
-    def __init__(self, folder: Path, keep: int, writes: bool, model: nn.Module, timeout_s: int):
-        super().__init__(folder, keep, writes, model)
+    def __init__(self, *args: object, timeout_s: int, **options: object):
+        super().__init__(*args, **options)
         # A group of its own: the thread's messages must not mix with those of training, and must not go through NCCL.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 

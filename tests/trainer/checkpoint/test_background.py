@@ -15,7 +15,7 @@ from data.loader import DataError, TrainLoader
 from errors import UserError
 from tests.e2e import at_call, curve, load, train
 from trainer.checkpoint import single
-from trainer.checkpoint.background import BackgroundStore, host_memory
+from trainer.checkpoint.background import ADAMW, BackgroundStore, host_memory
 from trainer.checkpoint.files import CheckpointError
 from trainer.checkpoint.load import load as load_checkpoint
 
@@ -142,7 +142,9 @@ def test_of_a_state_that_was_refused_nothing_is_kept(tmp_path, monkeypatch):
 @contextmanager
 def saving(folder: Path) -> Iterator[BackgroundStore]:
     """Yield a store that keeps all checkpoints of the states of state_of."""
-    checkpoints = BackgroundStore(folder, keep=9, writes=True, model=torch.nn.Linear(2, 2))
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpoints = BackgroundStore(folder, keep=9, writes=True, model=model, optimizer=optimizer)
     checkpoints.tell = lambda text: None
     yield checkpoints
     checkpoints.settle()
@@ -175,4 +177,4 @@ def test_a_host_without_room_for_the_copy_is_told_how_to_do_without(monkeypatch)
     weights = {"wte": torch.zeros(2**20), "wpe": torch.zeros(2**20)}
     told = r"asynchronous=true needs 0\.0 GiB .*\(RuntimeError: CUDA error: out of memory\); set checkpoint"
     with pytest.raises(UserError, match=told):
-        host_memory(weights)
+        host_memory(weights, dict.fromkeys(weights, ADAMW))
