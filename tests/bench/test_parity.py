@@ -46,13 +46,13 @@ def test_a_run_is_the_medians_of_its_second_half_and_its_last_validation_loss(tm
     assert row["loss_curve"] == [(1, 9), (2, 8), (3, 7), (4, 6), (5, 5)] and row["val_curve"] == [(5, 9), (5, 4.25)]
 
 
-def compare(losses, tmp_path, monkeypatch):
+def compare(losses, tmp_path, monkeypatch, **settings):
     """Run bench.parity with runs that end in the given validation losses, and check the written file."""
     out = tmp_path / "parity.json"
     monkeypatch.setattr(parity, "train", lambda variant, folder, settings: write_run(folder, [losses[variant]]))
     monkeypatch.chdir(tmp_path)
     try:
-        parity.run(ParitySettings(variants=list(losses), settings=["device=cpu"], out=out))
+        parity.run(ParitySettings(variants=list(losses), settings=["device=cpu"], out=out, **settings))
     finally:
         written = json.loads(out.read_text())
         assert {row["variant"]: row["val_loss"] for row in written["rows"]} == losses
@@ -71,6 +71,11 @@ def test_runs_beyond_the_tolerance_fail_and_are_written(tmp_path, monkeypatch, c
     assert "spread over 0.0210 nats" in capsys.readouterr().out
 
 
+def test_without_a_tolerance_all_runs_pass(tmp_path, monkeypatch, capsys):
+    compare({"naive": 4.0, "sdpa": 5.0}, tmp_path, monkeypatch, tolerance=None)
+    assert "spread over 1.0000 nats; written to" in capsys.readouterr().out
+
+
 def test_settings_after_two_dashes_go_to_train_py(tmp_path, monkeypatch, capsys):
     """A failed run ends the program without a traceback, and does not write results."""
     out, commands = tmp_path / "parity.json", []
@@ -80,17 +85,25 @@ def test_settings_after_two_dashes_go_to_train_py(tmp_path, monkeypatch, capsys)
         return subprocess.CompletedProcess(command, 2)
 
     monkeypatch.setattr(parity.subprocess, "run", run)
-    own = ["variants=['sdpa:data.document_mask=true']", "steps=10", f"out={out}"]
+    own = ["variants=['sdpa:data.document_mask=true optimizer=muon']", "steps=10", f"out={out}"]
     passed_on = ["device=cpu", "data=tokens", "data.dir=with a blank, and 'quotes'"]
     monkeypatch.setattr("sys.argv", ["parity", *own, "--", *passed_on])
     with pytest.raises(SystemExit) as ended:
         parity.main()
     assert ended.value.code == 2 and not out.exists()
-    assert "error: train.py ended with status 2 for sdpa" in capsys.readouterr().err
+    assert "error: train.py ended with status 2 for sdpa:data" in capsys.readouterr().err
     fixed = ["attention=sdpa", "train.max_steps=10", "wandb.mode=disabled"]
     [command] = commands
-    (folder,) = [part for part in command if part.endswith("_parity/sdpa-data-document_mask-true")]
-    assert command == ["train.py", *parity.RECIPE, *passed_on, *fixed, folder, "data.document_mask=true"]
+    (folder,) = [part for part in command if part.endswith("_parity/sdpa-data-document_mask-true-optimizer-muon")]
+    assert command == [
+        "train.py",
+        *parity.RECIPE,
+        *passed_on,
+        *fixed,
+        folder,
+        "data.document_mask=true",
+        "optimizer=muon",
+    ]
 
 
 @pytest.mark.parametrize(
