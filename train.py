@@ -18,6 +18,7 @@ from conf.schema import Config
 from data.loader import document_options
 from data.tokenizers import end_of_text
 from data.tokens import TokenSet, open_tokens
+from trainer.batch_size import check_batch_size, with_batch_size
 from trainer.build import (
     build_loader,
     build_meter,
@@ -61,13 +62,14 @@ def train(config: Config, resumed: State | None, world: World = ALONE) -> StopRe
     began = time.monotonic()
     check_shared(resumed, world)
     compute, folder = choose_compute(config.device, config.precision, world), world.from_first(output_dir())
-    config.train.share(world.size)  # refuses a global batch that the processes cannot share
+    check_batch_size(config.train, compute)
     check_graphs(config.train, compute)
     config.wandb = checked(config.wandb, config.tensorboard)
     tokens = world.first_ahead(lambda: open_tokens(config.data))  # the first process may have to make the files
     saves_to, resumed_step = config.checkpoint.folder(folder), resumed["step"] if resumed else None
     fix_randomness(config.train)
     config.model = run_shape(config.model, tokens, resumed)
+    config.train = with_batch_size(config, compute, train_step, micro_step)
     changes = changed_settings(resumed["config"], asdict(config)) if resumed else {}
     options = {"document_mask": config.data.document_mask, "is_resumed": resumed_step is not None}
     model = build_model(config.model, config.attention, config.train, compute, **options)

@@ -14,6 +14,7 @@ from errors import UserError
 from model.attention import VARIANTS, AttentionConfig, CustomConfig, restore_attention
 from trainer.checkpoint.files import State
 from trainer.checkpoint.load import of_this_version
+from trainer.config import AUTO
 
 PLACES = ("checkpoint.resume", "checkpoint.dir")  # The place of a run is not part of its recipe.
 
@@ -40,6 +41,8 @@ def resumed_settings(config: Config, state: State) -> Config:
         if override not in groups and not override.is_delete():
             OmegaConf.update(merged, override.key_or_group, override.value())
     merged.checkpoint.resume = config.checkpoint.resume
+    if merged.train.batch_size == AUTO:
+        merged.train.batch_size = stored["train"]["batch_size"]  # the number that the run began with
     if (name := merged.optimizer.name) != (before := stored["optimizer"].get("name", "adamw")):
         raise UserError(
             f"optimizer={name} cannot continue checkpoint.resume={source}, which holds the moments of "

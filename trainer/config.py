@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from errors import UserError, check_choice, check_range
 from model.gpt2 import CHECKPOINTING
 
+AUTO = "auto"
 LARGEST_STEP = 2**24  # sequences, which are all read before the step begins
 POSITIVE = ("grad_accumulation", "max_steps", "eval_interval", "eval_tokens", "log_interval")
 BOUNDS = {key: (1, None) for key in POSITIVE} | {
@@ -19,8 +20,9 @@ BOUNDS = {key: (1, None) for key in POSITIVE} | {
 class TrainConfig:
     """The loop."""
 
-    batch_size: int = 8
-    """Sequences per device and micro-step; fewer if several processes share a smaller global batch."""
+    batch_size: int | str = 8
+    """Sequences per device and micro-step; fewer if several processes share a smaller global batch. auto: the largest
+    number that fits on the GPU, see trainer/batch_size.py. The run's settings then hold the number."""
     grad_accumulation: int | None = None
     """Micro-steps per optimizer step of one process; null is 1, or what train.global_batch_size asks for. Several
     processes share batch_size times grad_accumulation sequences."""
@@ -63,12 +65,17 @@ class TrainConfig:
     """Seconds that a process waits for the other processes, also while one of them writes a checkpoint."""
 
     def __post_init__(self):
+        if isinstance(self.batch_size, str) and self.batch_size != AUTO:
+            raise UserError(f"train.batch_size={self.batch_size} is not a number; set a number, or auto on a GPU")
         for key, bounds in BOUNDS.items():
-            check_range(f"train.{key}", getattr(self, key), *bounds)
+            if getattr(self, key) != AUTO:
+                check_range(f"train.{key}", getattr(self, key), *bounds)
         check_choice("train.on_nan", self.on_nan, ("stop", "skip"))
         check_choice("train.activation_checkpointing", self.activation_checkpointing, CHECKPOINTING)
         if self.spike_factor is not None and not self.spike_factor > 1:
             raise UserError(f"train.spike_factor={self.spike_factor} is not above 1; give a larger number, or null")
+        if self.batch_size == AUTO:
+            return  # the number is checked when it is known
         if self.global_batch_size is not None:
             self._check_global_batch()
         if self.sequences > LARGEST_STEP:

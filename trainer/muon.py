@@ -31,7 +31,7 @@ class MuonConfig:
         check_range("optimizer.muon.lr", self.lr, 0)
         check_range("optimizer.muon.ns_steps", self.ns_steps, 1, LARGEST_NS_STEPS)
         if not 0 <= self.momentum < 1:
-            raise UserError(f"optimizer.muon.momentum={self.momentum} must be at least 0 and below 1")
+            raise UserError(f"optimizer.muon.momentum={self.momentum} is out of range; give at least 0 and below 1")
         check_choice("optimizer.muon.adjust_lr_fn", self.adjust_lr_fn, ("match_rms_adamw", "original"))
 
 
