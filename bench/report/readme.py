@@ -24,6 +24,7 @@ from errors import UserError
 
 PAGES = ROOT / "README.md", ROOT / "docs" / "results.md"
 RESULTS = ROOT / "bench" / "results" / "h200"
+RESULTS_OF_CPU = RESULTS.with_name("cpu")
 PAPER = "gpt2", "gpt2_context", "gpt3", "io", "memory"  # the tables of bench.paper in docs/results.md
 FRONT = ("gpt2", 1024), ("gpt2", 8192), ("gpt3-1.3b", 8192), ("gpt3-2.7b", 8192)  # the rows of the README
 TRAINERS = {"ours": "ours", "nanogpt": "nanoGPT", "huggingface": "Hugging Face"}
@@ -75,7 +76,8 @@ def caption(file: dict) -> str:
     """Return the environment of a results file and the commits of its rows in one line."""
     where = file["environment"]
     commits = dict.fromkeys(row.get("commit", where["commit"])[:12] for row in file.get("rows", [{}]))
-    return f"One {where['gpu']}, torch {where['torch']}, Triton {where['triton']}, commit {', '.join(commits)}."
+    device = where["gpu"] or f"{where['cpu']} CPU"
+    return f"One {device}, torch {where['torch']}, Triton {where['triton']}, commit {', '.join(commits)}."
 
 
 def parity_table(results: Path) -> str:
@@ -113,6 +115,16 @@ def documents_table(results: Path) -> str:
         lines.append([f"`{name}`", *speeds, f"{masked['val_loss']:.4f}"])
     header = ["attention", "tokens/s", "with `data.document_mask=true`", "its validation loss"]
     return f"{table(header, lines)}\n\n{by_variant['flash2']['steps']} steps. {caption(file)}"
+
+
+def optimizers_table(name: str, results: Path = RESULTS_OF_CPU) -> str:
+    """Return the validation loss against tokens for each optimizer and rate, from one run of bench.parity."""
+    file, lines = read_results(results / f"{name}.json"), []
+    for row in file["rows"]:
+        losses = [f"{loss:.4f}" for _, loss in row["val_curve"]]
+        lines.append([f"`{row['variant'].partition(':')[2]}`", *losses])
+    header = [f"{step * row['tokens'] // row['steps']:,} tokens" for step, _ in row["val_curve"]]
+    return f"{table(['settings', *header], lines)}\n\n{caption(file)}"
 
 
 def is_peer(other: dict, row: dict, trainer: str) -> bool:
@@ -206,6 +218,8 @@ TABLE_OF = {
     "attention": attention_table,
     "documents": documents_table,
     "training": training_table,
+    "optimizers": lambda _: optimizers_table("optimizers"),
+    "optimizer-rates": lambda _: optimizers_table("optimizer-rates"),
     "sparsity": sparsity_table,
     "scaling": scaling_table,
     **{f"paper-{name}": partial(paper_table, name) for name in PAPER},
