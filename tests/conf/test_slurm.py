@@ -45,7 +45,7 @@ def test_a_job_out_of_time_is_saved_queued_again_and_ends(workplace):
     (log,) = Path("sweep").glob(".submitit/*/*_0_log.out")
     assert re.match(rf"job \d+ \(.*train.max_steps={STEPS}.*\) logs to {log.absolute()}\n", out)
     told = log.read_text()
-    assert "2 x CPU, fp32, ddp" in told and "this job is timed-out" in told
+    assert "2 x CPU (ddp)" in told and "this job is timed-out" in told
     (stopped,) = re.findall(r"SIGUSR2 after step (\d+)", told)
     assert int(stopped) < STEPS and f"continuing after step {stopped}," in told
 

@@ -142,7 +142,7 @@ def test_a_resumed_run_continues_its_run(workplace, monkeypatch):
     *_, branch = offline_wandb.read_all("run")
     assert branch.id == "other" and [row["step"] for row in branch.history] == [3, 4]
     assert "WANDB_RUN_ID=other is used\n" in out
-    assert f"changed since the checkpoint: wandb.id {first.id} -> other" in out
+    assert f"changed     since the checkpoint: wandb.id {first.id} -> other" in out
 
 
 @pytest.mark.parametrize("mode", ["online", "offline"])
