@@ -48,7 +48,7 @@ def describe(
             _batch(settings, shape.context_length, compute),
         ],
         "run": [
-            "AdamW",
+            {"adamw": "AdamW", "muon": "Muon and AdamW"}[optimizer.name],
             f"lr {optimizer.lr:g}",
             *([f"continuing after step {state.step}"] if state.step else []),
             f"{settings.max_steps:,} steps",

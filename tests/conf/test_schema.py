@@ -140,7 +140,6 @@ def test_checkpoints_are_as_frequent_as_evaluations_unless_told_otherwise():
         "model.layers=3",
         "train.batchsize=3",
         "colour=red",
-        "train.batch_size=many",
         "train.max_steps=1.5",
         "wandb.tags=a",
     ],
@@ -159,6 +158,7 @@ def test_an_unknown_key_or_a_wrong_type_is_refused(override):
         ("optimizer.beta1=1", "optimizer.beta1=1"),
         ("precision.name=fp8", "precision.name=fp8 is unknown"),
         ("train.max_steps=0", "train.max_steps=0 is out of range; give at least 1"),
+        ("train.batch_size=many", "train.batch_size=many is not a number; set a number, or auto on a GPU"),
         ("train.seed=-1", "train.seed=-1 is out of range; give at least 0"),
         (
             "train.timeout_s=1000000000000000",
