@@ -1,7 +1,9 @@
 """Settings of all tests. Without a GPU, Triton kernels run in Triton's interpreter, set before Triton is imported."""
 
 import os
+import shutil
 import signal
+from collections.abc import Iterator
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"  # Two test processes share the cores, and their waiting threads spin.
@@ -16,6 +18,7 @@ if not torch.cuda.is_available():
 import numpy
 import pytest
 from hypothesis import Phase, settings
+from playwright.sync_api import Browser, sync_playwright
 from torch.utils._triton import has_triton_package
 
 
@@ -53,6 +56,21 @@ def poisoned_memory(monkeypatch):
 
     monkeypatch.setattr(torch, "empty", poison(torch.empty))
     monkeypatch.setattr(torch, "empty_like", poison(torch.empty_like))
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    """Start the Chromium that CHROMIUM names, or one on the path. Skip the tests if neither exists."""
+    installed = (shutil.which(name) for name in ("chromium", "chromium-browser", "google-chrome"))
+    path = os.environ.get("CHROMIUM") or next(filter(None, installed), None)
+    if path is None:
+        pytest.skip("needs Chromium: install it, or name it by CHROMIUM=/path/to/chromium")
+    quiet = ("gpu", "quic", "background-networking", "component-update", "sync")
+    arguments = ["--no-sandbox", "--no-first-run", *(f"--disable-{what}" for what in quiet)]
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=arguments)
+        yield browser
+        browser.close()
 
 
 def pytest_collection_modifyitems(items):
