@@ -13,7 +13,7 @@ from kernels.reference import algorithms, walk
 from tests.e2e import ROOT
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     n=st.integers(1, 13),
     d=st.integers(1, 5),
