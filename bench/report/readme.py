@@ -49,6 +49,7 @@ def run(settings: ReadmeSettings) -> None:
     if settings.pictures:
         attention = read_results(RESULTS / "attention.json")
         charts.draw(attention["rows"], RESULTS / "attention.json", attention["environment"])
+        save(speed_picture(attention), RESULTS / "attention-speed.svg")
         save(parity_picture(RESULTS), RESULTS / "parity.svg")
     for path in PAGES:
         path.write_text(fill(path.read_text()))
@@ -224,6 +225,14 @@ TABLE_OF = {
     "scaling": scaling_table,
     **{f"paper-{name}": partial(paper_table, name) for name in PAPER},
 }
+
+
+def speed_picture(attention: dict) -> Figure:
+    """Draw the causal speed of standard attention, flash2 and its rivals, forward and backward, for the README."""
+    names = "naive", *RIVALS
+    rows = [row for row in attention["rows"] if row["variant"] in names and row["pass"] == "both" and row["causal"]]
+    where = attention["environment"]["gpu"]
+    return charts.figure_of([row for row in rows if charts.panel_of(row)], f"Causal attention, both passes, {where}")
 
 
 @styled

@@ -14,7 +14,7 @@ from bench.attention import charts
 from bench.common.looks import LOOKS
 from bench.common.results import read_results
 from bench.paper.tables import load_table
-from bench.report.readme import RESULTS, parity_picture
+from bench.report.readme import RESULTS, parity_picture, speed_picture
 
 COLUMN = 830  # pixels of a page's column
 LEGIBLE = 11
@@ -31,6 +31,7 @@ def bars_of(name: str) -> Figure:
 
 PICTURES = {
     "attention": lambda: bars_of("attention"),
+    "attention-speed": lambda: speed_picture(read_results(RESULTS / "attention.json")),
     "paper-kernels": lambda: bars_of("paper-kernels"),
     "paper-scaling": lambda: load_table("scaling").pictures(rows_of("paper-scaling"), "GPU")[""],
     "paper-blocks": lambda: load_table("blocks").pictures(rows_of("paper-blocks"), "GPU")[""],
