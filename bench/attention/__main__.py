@@ -29,7 +29,7 @@ from model.attention import Attention, Custom, load_function
 from model.attention.custom import is_installed
 
 LARGEST = {"seq_len": 2**24, "batch": 2**20, "heads": 2**16, "kv_heads": 2**16, "head_dim": 1024, "rounds": 10_000}
-ARCHITECTURES = "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx90a", "gfx942"
+ARCHITECTURES = "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "gfx90a", "gfx942"
 UNUSED = {"explain": ("function", "variants", "out"), "check": ("cells", "seq_len", "variants", "out")}
 
 
@@ -158,12 +158,17 @@ def explain(shapes: list[AttentionShape], arch: str | None) -> None:
         raise UserError("explain=true needs Triton, which this machine lacks; install it or use another machine")
     from kernels.common.launching import arch_of
     from kernels.flash2 import dispatch
+    from kernels.flash2.tiles import check_arch
 
     reason = ""
     if arch is None and torch.cuda.is_available():
         arch = arch_of(torch.device("cuda"))
     elif arch is None:
         arch, reason = "sm_90", ", as an example because this machine has no GPU; arch=... describes another one"
+    try:
+        check_arch(arch)
+    except ValueError as error:
+        raise UserError(f"arch={arch} does not run flash2: {error}") from error
     print(f"flash2 on {arch}{reason}:")
     for shape in shapes:
         kernel = dispatch.explain(shape.head_dim, DTYPES[shape.dtype], shape.causal, shape.seq_len, arch)

@@ -153,7 +153,7 @@ def kernel_traffic(variant: str, causal: bool, n: int, d: int, arch: str) -> Byt
     counts = {
         "naive": lambda: naive_traffic(n, d),
         "fused_softmax": lambda: standard(n, d),
-        "flash1": lambda: flash1_traffic(n, d, *(tile.keys for tile in flash1_tiles(d, torch.bfloat16))),
+        "flash1": lambda: flash1_traffic(n, d, *(tile.keys for tile in flash1_tiles(arch, d, torch.bfloat16))),
         "flash2": lambda: flash2_traffic(n, d, arch, causal),
     }
     return counts[variant]() if variant in counts else None

@@ -1,16 +1,17 @@
-"""Launches of flash1's kernels, the same for every GPU."""
+"""Launches of flash1's kernels, and their tiles."""
 
 import torch
 from torch import Tensor
 
 from kernels.common.dropout import threshold
-from kernels.common.launching import launch_kernel, strides
+from kernels.common.launching import arch_of, launch_kernel, strides
 from kernels.flash1.triton_kernels import backward_kernel, forward_kernel
-from kernels.flash2.tiles import TileConfig, padded_head_dim
+from kernels.flash2.tiles import TileConfig, check_arch, padded_head_dim
 
 
-def tiles_for(head_dim: int, dtype: torch.dtype) -> tuple[TileConfig, TileConfig]:
+def tiles_for(arch: str, head_dim: int, dtype: torch.dtype) -> tuple[TileConfig, TileConfig]:
     """Return the tiles of the forward and of the backward kernel: the fastest on an H200, although some spill."""
+    check_arch(arch)
     if dtype == torch.float32 or head_dim > 128:
         return TileConfig(32, 32, 8, 1), TileConfig(32, 32, 8, 1)
     if head_dim <= 64:
@@ -42,7 +43,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *options) -> tuple[Tensor, Tensor, 
     l = torch.zeros((batch, heads, seq_q), dtype=torch.float32, device=q.device)
     m = torch.full_like(l, float("-inf"))
     tensors = q, k, v, out, l, m, *options[:2]
-    tile, _ = tiles_for(head_dim, q.dtype)
+    tile, _ = tiles_for(arch_of(q.device), head_dim, q.dtype)
     _run(forward_kernel, tile, batch * heads, q, k, tensors, strides(q, k, v, out), *options[2:])
     return out.to(q.dtype), l, m
 
@@ -54,7 +55,7 @@ def backward(
     dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
     tensors = q, k, v, dout, out, l, m, dq, dk, dv, *options[:2]
-    _, tile = tiles_for(q.shape[3], q.dtype)
+    _, tile = tiles_for(arch_of(q.device), q.shape[3], q.dtype)
     programs = k.shape[0] * k.shape[2]
     _run(backward_kernel, tile, programs, q, k, tensors, strides(q, k, v, dout, out, dk), *options[2:])
     return dq.to(q.dtype), dk, dv

@@ -9,6 +9,7 @@
 """
 
 import json
+import re
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -122,11 +123,27 @@ def plain_tiles_of(row: dict) -> PlainTiles:
     return PlainTiles(*(TileConfig(**row[kernel]) for kernel in PlainTiles._fields))
 
 
+def check_arch(arch: str) -> None:
+    """Raise a ValueError for NVIDIA GPUs older than sm_80.
+
+    Triton would compute the products there without tensor cores and spill thousands of bytes of registers.
+    """
+    if (nvidia := re.fullmatch(r"sm_(\d+)", arch)) and int(nvidia[1]) < 80:
+        raise ValueError(
+            f"the kernels need sm_80 or newer, and this GPU is {arch}; use attention=sdpa or attention=naive"
+        )
+
+
 @lru_cache(4096)
 def plain_tiles_for(
     arch: str, head_dim: int, dtype: torch.dtype, causal: bool, seq_len: int, dropout: bool = False
 ) -> PlainTiles:
-    """Return the plain kernels' tiles: arch is "sm_90", "gfx942" and so on, head_dim is from 16 to 256."""
+    """Return the plain kernels' tiles: arch is "sm_90", "gfx942" and so on, head_dim is from 16 to 256.
+
+    Raises:
+        ValueError: the architecture is older than sm_80.
+    """
+    check_arch(arch)
     if dtype == torch.float32:
         return FP32_TILES
     table, size = read_table(), padded_head_dim(head_dim)

@@ -134,7 +134,7 @@ def compile_baselines(target: str) -> list[dict]:
     rows.append(report(target, "block_sparse", "add_pieces", compiled))
     shapes = [(64, "bf16"), (40, "fp32")] + [(80, "fp16"), (128, "bf16"), (256, "bf16")] * (target == "sm_90")
     for head_dim, dtype in shapes:
-        forward, backward = flash1_launch.tiles_for(head_dim, DTYPES[dtype])
+        forward, backward = flash1_launch.tiles_for(target, head_dim, DTYPES[dtype])
         kernels = (flash1.forward_kernel, forward, "out"), (flash1.backward_kernel, backward, "dq")
         for kernel, tile, summed in kernels:
             values = flash1_launch.constants_of(tile, head_dim, True, False, False, interpreted=False)

@@ -47,6 +47,16 @@ def test_explain_asks_the_launcher_once_per_shape(monkeypatch, capsys):
     assert lines[0] == "flash2 on sm_80:" and lines[2] == "d80_causal_2048   tiles"
 
 
+def test_explain_refuses_a_gpu_without_kernels(monkeypatch, capsys):
+    arch_of = pytest.importorskip("kernels.common.launching").arch_of
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
+    arch_of.cache_clear()
+    error = refusal(monkeypatch, capsys, "explain=true")
+    arch_of.cache_clear()
+    assert "arch=sm_75 does not run flash2: the kernels need sm_80 or newer" in error
+
+
 def test_explain_says_which_architecture_it_describes_without_a_gpu(monkeypatch, capsys):
     pytest.importorskip("triton")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

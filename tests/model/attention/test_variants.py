@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from errors import UserError
+from kernels.flash1 import definition as flash1_definition
 from kernels.flash2 import definition
 from model.attention import (
     BUILT_IN,
@@ -287,6 +288,23 @@ def test_a_variant_that_cannot_run_is_refused_before_training():
         UserError, match="attention=fused_softmax .* at most 16384 scores .* 16385 tokens; choose attention=flash2"
     ):
         check_attention(FusedSoftmaxConfig(), **{**options, "context_length": 16385})
+
+
+@pytest.mark.parametrize("variant", ["flash1", "flash2", "local", "block_sparse"])
+def test_a_gpu_older_than_sm_80_is_refused_before_training(variant, monkeypatch):
+    """On this CPU, the launchers of the kernels run in place of the definitions, and find a T4."""
+    pytest.importorskip("triton")
+    from kernels.flash1 import launch
+    from kernels.flash2 import dispatch
+
+    dispatch._plan_forward.cache_clear()
+    for kernels, launcher in ((flash1_definition, launch), (definition, dispatch)):
+        monkeypatch.setattr(kernels, "forward", launcher.forward)
+        monkeypatch.setattr(launcher, "arch_of", lambda device: "sm_75")
+    options = {"head_dim": 64, "dtype": F16, "dropout_p": 0.0, "device": torch.device("cpu"), "context_length": 64}
+    remedy = "the kernels need sm_80 or newer, and this GPU is sm_75; use attention=sdpa or attention=naive"
+    with pytest.raises(UserError, match=f"attention={variant} cannot run .*{remedy}"):
+        check_attention(VARIANTS[variant](), **options)
 
 
 def test_running_out_of_memory_is_not_reported_as_a_reason_to_choose_another_variant(monkeypatch):
