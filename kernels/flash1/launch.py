@@ -8,10 +8,21 @@ from kernels.common.launching import arch_of, launch_kernel, strides
 from kernels.flash1.triton_kernels import backward_kernel, forward_kernel
 from kernels.flash2.tiles import TileConfig, check_arch, padded_head_dim
 
+LARGE = "sm_80", "sm_90", "sm_100", "sm_103", "cpu"  # with 163 KiB of shared memory or more
+
 
 def tiles_for(arch: str, head_dim: int, dtype: torch.dtype) -> tuple[TileConfig, TileConfig]:
-    """Return the tiles of the forward and of the backward kernel: the fastest on an H200, although some spill."""
+    """Return the tiles of the forward and of the backward kernel.
+
+    GPUs with much shared memory get the fastest tiles on an H200, although some spill. The others get tiles that fit in
+    96 KiB.
+    """
     check_arch(arch)
+    if arch not in LARGE:
+        if dtype != torch.float32 and head_dim <= 128:
+            return TileConfig(64, 64, 8, 1), TileConfig(32, 64, 8, 1)
+        if dtype == torch.float32 and head_dim > 128:
+            return TileConfig(16, 16, 8, 1), TileConfig(16, 16, 8, 1)
     if dtype == torch.float32 or head_dim > 128:
         return TileConfig(32, 32, 8, 1), TileConfig(32, 32, 8, 1)
     if head_dim <= 64:
