@@ -1,5 +1,8 @@
 """Find the fastest tiles of flash2's kernels on this GPU and write them to kernels/flash2/tiles.json.
 
+The file has rows for each architecture, such as sm_89 of an RTX 4090. A new architecture gets rows of its own, and the
+next program that runs flash2 on this GPU reads them.
+
 Many processes compile the candidates and compare them with the fp64 definition on random inputs. This process times the
 candidates that are right, one after another. On Hopper, the settings of the warp-specialised kernels are written if
 they beat the plain kernels by 3 %.
@@ -36,9 +39,11 @@ from kernels.flash2.tiles import (
     TABLE,
     PlainTiles,
     TileConfig,
+    check_arch,
     find_row,
     max_seq_len,
     padded_head_dim,
+    plain_tiles_for,
     plain_tiles_of,
 )
 
@@ -155,12 +160,16 @@ def candidates_of(jobs: list[Job], kernel: str, head_dim: int, mask: str) -> dic
 
 
 def tune(arch: str, head_dims: list[int]) -> list[dict]:
+    """Return the rows of this GPU's plain kernels. The tiles in use are always among the candidates."""
     right = right_ones([(x, d, m, t) for x in KERNELS for d in head_dims for m in MASKS for t in CANDIDATES[x]])
     rows = []
     for head_dim, mask, seq_len in itertools.product(head_dims, MASKS, SEQ_LENS):
         row = {"arch": arch, "head_dim": head_dim, "mask": mask, "max_seq_len": max_seq_len(seq_len)}
+        used = plain_tiles_for(arch, head_dim, torch.bfloat16, mask != "full", seq_len, mask == "dropout")
         for kernel in KERNELS:
-            times = times_of(kernel, head_dim, mask, seq_len, candidates_of(right, kernel, head_dim, mask))
+            now = tuple(getattr(used, kernel))
+            candidates = {now: with_tile(kernel, now), **candidates_of(right, kernel, head_dim, mask)}
+            times = times_of(kernel, head_dim, mask, seq_len, candidates)
             tile = min(times, key=times.get)
             row[kernel] = TileConfig(*tile)._asdict()
             print(f"d{head_dim} {mask} {seq_len} {kernel}: {tile} {times[tile]:.3f} ms", flush=True)
@@ -210,6 +219,10 @@ def run(settings: TuneSettings) -> None:
     if not torch.cuda.is_available():
         raise UserError("bench.tune finds no GPU; run it on a machine with a GPU")
     arch = dispatch.arch_of(torch.device("cuda", torch.cuda.current_device()))
+    try:
+        check_arch(arch)
+    except ValueError as error:
+        raise UserError(f"bench.tune finds no kernels to tune: {error}") from error
     table = json.loads(TABLE.read_text())
     others = [row for row in table["plain"] if row["arch"] != arch or row["head_dim"] not in settings.head_dims]
     table["plain"] = others + tune(arch, settings.head_dims)

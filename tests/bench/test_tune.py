@@ -7,6 +7,7 @@ import torch
 from bench import tune
 from bench.common.command_line import launch
 from errors import UserError
+from kernels.flash2 import dispatch, tiles
 from kernels.flash2.tiles import HOPPER_CONFIGS, TABLE, TileConfig, hopper_config_for, plain_tiles_for
 
 TILE = {"queries": 64, "keys": 32, "warps": 4, "stages": 3}
@@ -47,15 +48,15 @@ def test_what_tune_writes_is_what_the_kernels_launch():
     assert rows
     for row in rows:
         kind = row["mask"] != "full", LENGTHS[row["max_seq_len"]], row["mask"] == "dropout"
-        tiles = plain_tiles_for(row["arch"], row["head_dim"], torch.bfloat16, *kind)
-        assert {name: tile._asdict() for name, tile in tiles._asdict().items()}.items() <= row.items()
+        found = plain_tiles_for(row["arch"], row["head_dim"], torch.bfloat16, *kind)
+        assert {name: tile._asdict() for name, tile in found._asdict().items()}.items() <= row.items()
 
 
 def test_an_architecture_that_nobody_tuned_gets_the_conservative_tiles():
     rows = {row["head_dim"]: row for row in json.loads(TABLE.read_text())["conservative"]}
     for (head_dim, padded), causal in itertools.product([(16, 16), (40, 64), (80, 128), (256, 256)], (True, False)):
-        tiles = plain_tiles_for("sm_999", head_dim, torch.float16, causal, 10000)
-        assert {name: tile._asdict() for name, tile in tiles._asdict().items()}.items() <= rows[padded].items()
+        found = plain_tiles_for("sm_999", head_dim, torch.float16, causal, 10000)
+        assert {name: tile._asdict() for name, tile in found._asdict().items()}.items() <= rows[padded].items()
 
 
 def test_a_candidate_runs_the_kernel_that_it_is_for():
@@ -75,6 +76,45 @@ def test_what_tune_writes_for_the_hopper_kernels_is_what_is_launched():
         read = hopper_config_for(pass_, head_dim, mask != "full", LENGTHS[longest], mask == "dropout")
         assert (read is None) == (key not in written)
         assert read is None or read._asdict().items() <= written[key].items()
+
+
+@pytest.fixture
+def rtx_4090(monkeypatch, tmp_path):
+    """Pretend to be on a GPU without rows in the table, where large tiles are fast. Return a copy of the table."""
+    table = tmp_path / "tiles.json"
+    table.write_text(TABLE.read_text())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(dispatch, "arch_of", lambda device: "sm_89")
+    monkeypatch.setattr(tune, "right_ones", lambda jobs: [job for job in jobs if job[0] != "query_gradient"])
+    monkeypatch.setattr(tune, "times_of", lambda *job: {t: 1 / (t[0] * t[1] * t[3]) for t in job[4]})
+    monkeypatch.setattr(tiles, "TABLE", table)
+    yield table
+    for cached in (tiles.read_table, plain_tiles_for):
+        cached.cache_clear()
+
+
+def test_a_card_that_is_not_in_the_table_gets_rows_that_the_kernels_then_use(rtx_4090):
+    """If no candidate of a kernel is right, its conservative tile stays."""
+    before = plain_tiles_for("sm_89", 64, torch.float16, True, 1024)
+    tune.run(tune.TuneSettings(head_dims=[64], out=str(rtx_4090)))
+    for cached in (tiles.read_table, plain_tiles_for):
+        cached.cache_clear()
+    for seq_len, mask in itertools.product((1024, 4096, 10**6), tune.MASKS):
+        found = plain_tiles_for("sm_89", 64, torch.float16, mask != "full", seq_len, mask == "dropout")
+        assert found.forward[:2] == (128, 128) and found.key_gradient[:2] == (128, 128)
+        assert found.query_gradient == before.query_gradient
+    shipped, written = json.loads(TABLE.read_text()), json.loads(rtx_4090.read_text())
+    assert len(written["plain"]) == len(shipped["plain"]) + 9
+    assert [row for row in written["plain"] if row["arch"] != "sm_89"] == shipped["plain"]
+    assert {**written, "plain": []} == {**shipped, "plain": []}
+
+
+def test_a_card_without_kernels_is_refused(rtx_4090, monkeypatch):
+    monkeypatch.setattr(dispatch, "arch_of", lambda device: "sm_75")
+    with pytest.raises(UserError, match="finds no kernels to tune: the kernels need sm_80 .*; use attention=sdpa"):
+        tune.run(tune.TuneSettings(out=str(rtx_4090)))
+    assert rtx_4090.read_text() == TABLE.read_text()
 
 
 @pytest.mark.gpu
