@@ -1,4 +1,4 @@
-"""The tables of README.md and docs/results.md match bench/results, and CI runs the README's test command."""
+"""The tables of README.md and docs/ match bench/results, and CI runs the README's test command."""
 
 import json
 import re
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.report.readme import PAGES, RESULTS, TABLE_OF, fill, training_table
+from bench.report.readme import PAGES, RESULTS, TABLE_OF, fill, fits_table, training_table
 from errors import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -68,3 +68,21 @@ def test_a_trainer_that_failed_in_the_final_timing_is_not_in_the_table(tmp_path)
     lines = training_table(tmp_path).splitlines()
     (line,) = [line for line in lines if line.startswith("| gpt3-1.3b, 8,192 | ours")]
     assert "ours, flash2" in line and "| - |" in line
+
+
+def test_a_micro_batch_fits_by_the_line_through_the_measured_ones(tmp_path):
+    """A model measured with one micro-batch of several sequences is left out: its fixed memory is unknown."""
+    common = {"trainer": "ours", "attention": "flash2", "compiled": True, "status": "ok", "context_length": 1024}
+    measured = [("a", 2, 20.0, "none"), ("a", 10, 60.0, "none"), ("b", 1, 30.0, "full"), ("c", 4, 9.0, "none")]
+    rows = [
+        common | dict(zip(("model", "batch_size", "peak_gib", "activation_checkpointing"), row, strict=True))
+        for row in [*measured, ("a", 1, 1.0, "none")]
+    ]
+    rows[-1]["status"] = "oom"
+    environment = json.loads((RESULTS / "training.json").read_text())["environment"]
+    (tmp_path / "training.json").write_text(json.dumps({"environment": environment, "rows": rows}))
+    # 5 GiB a sequence beside 10 GiB, in 21.6, 28.8, 36 and 72 GiB.
+    assert fits_table(tmp_path).splitlines()[2:] == [
+        "| `a`, 1k | none | 2 | 3 | 5 | 12 |",
+        "| `b`, 1k | full | - | - | 1 | 1 |",
+    ]

@@ -1,8 +1,9 @@
-"""Update the tables of README.md, docs/results.md and the pages of bench.paper from bench/results.
+"""Update the tables of README.md, of docs/ and of the pages of bench.paper from bench/results.
 
 A test fails if a table differs from the results.
 """
 
+import math
 import re
 from dataclasses import dataclass
 from functools import partial
@@ -22,12 +23,14 @@ from bench.paper.tables import TABLES
 from bench.paper.tables.attention_speed import speed_lines
 from errors import UserError
 
-PAGES = ROOT / "README.md", ROOT / "docs" / "results.md"
+PAGES = ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / "docs" / "getting-started.md"
 RESULTS = ROOT / "bench" / "results" / "h200"
 RESULTS_OF_CPU = RESULTS.with_name("cpu")
 PAPER = "gpt2", "gpt2_context", "gpt3", "io", "memory"  # the tables of bench.paper in docs/results.md
 FRONT = ("gpt2", 1024), ("gpt2", 8192), ("gpt3-1.3b", 8192), ("gpt3-2.7b", 8192)  # the rows of the README
 TRAINERS = {"ours": "ours", "nanogpt": "nanoGPT", "huggingface": "Hugging Face"}
+CARDS = 24, 32, 40, 80  # GiB of a GPU
+USABLE = 0.9  # of its memory: the driver, CUDA and fragments take the rest
 RIVALS = {"flash2": "flash2", "sdpa_flash": "FlashAttention-2", "sdpa_cudnn": "cuDNN", "fa3": "FlashAttention-3"}
 
 
@@ -183,6 +186,35 @@ def trainer_text(row: dict) -> str:
     return f"{TRAINERS[row['trainer']]}, {row['attention']}{eager}{recomputed}"
 
 
+def fits_table(results: Path) -> str:
+    """Return the largest micro-batches of our step with flash2 that fit GPUs with less memory than the measured one.
+
+    They lie on the line through the least and the most measured micro-batch. A model and context with only one
+    measured micro-batch is in the table if that is one sequence.
+    """
+    file, peaks = read_results(results / "training.json"), {}
+    for row in file["rows"]:
+        if (row["trainer"], row["attention"], row["compiled"], row["status"]) == ("ours", "flash2", True, "ok"):
+            kind = row["model"], row["context_length"], row["activation_checkpointing"]
+            measured = peaks.setdefault(kind, {})
+            measured[row["batch_size"]] = max(row["peak_gib"], measured.get(row["batch_size"], 0))
+    lines = []
+    for (model, context, checkpointing), measured in sorted(peaks.items()):
+        if len(measured) > 1 or 1 in measured:
+            sizes = [largest_that_fits(measured, USABLE * card) for card in CARDS]
+            lines.append([f"`{model}`, {length_text(context)}", checkpointing, *(str(size or "-") for size in sizes)])
+    header = ["model, context", "activation checkpointing", *(f"{card} GB" for card in CARDS)]
+    return table(header, lines, left=2)
+
+
+def largest_that_fits(peaks: dict[int, float], gib: float) -> int:
+    """Return the largest micro-batch whose peak is at most `gib`, or 0. `peaks` are measured, by micro-batch."""
+    (least, low), (most, high) = min(peaks.items()), max(peaks.items())
+    if least == most:
+        return least if low <= gib else 0
+    return max(0, math.floor(least + (gib - low) * (most - least) / (high - low)))
+
+
 def sparsity_table(results: Path) -> str:
     """Return the speedup of flash2 with some of the blocks, from `bench.features only=sparsity`."""
     file, speeds = read_results(results / "sparsity.json"), {}
@@ -221,6 +253,7 @@ TABLE_OF = {
     "training": training_table,
     "optimizers": lambda _: optimizers_table("optimizers"),
     "optimizer-rates": lambda _: optimizers_table("optimizer-rates"),
+    "fits": fits_table,
     "sparsity": sparsity_table,
     "scaling": scaling_table,
     **{f"paper-{name}": partial(paper_table, name) for name in PAPER},
