@@ -1,4 +1,4 @@
-"""Compile every kernel for GPUs that this machine does not have, and print one JSON line per kernel.
+"""Compile every kernel for Hopper and AMD GPUs, and print one JSON line per kernel. cards.py has the other GPUs.
 
 Run it in a process of its own, in which Triton does not interpret: python -m tests.kernels.ahead_of_time
 
@@ -39,23 +39,19 @@ from tests.kernels import gluon_signatures as signatures
 from tests.kernels.flash2_cases import hopper_configs
 from tests.kernels.machine_code import assembler_report, disassembled, lost_operands, spills_beside_products
 
-TARGETS = {
-    "sm_80": GPUTarget("cuda", 80, 32),
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "sm_100": GPUTarget("cuda", 100, 32),
+TARGETS = {f"sm_{capability}": GPUTarget("cuda", capability, 32) for capability in (75, 80, 86, 89, 90, 100, 103, 120)}
+TARGETS |= {
     "gfx90a": GPUTarget("hip", "gfx90a", 64),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 # The largest shared memory of a block in bytes, by the vendors' programming guides.
-SHARED_MEMORY = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx90a": 65536, "gfx942": 65536}
+SHARED_MEMORY = {"sm_90": 227 * 1024, "gfx90a": 65536, "gfx942": 65536}
 # Shapes: head_dim, dtype, causal, dropout.
 COMMON = [(64, "bf16", False, False), (80, "bf16", True, False)]
 SMALL, LARGE = (16, "bf16", True, False), (256, "bf16", True, False)
 DROPOUT, FP32 = (32, "bf16", False, True), (40, "fp32", True, False)
 SHAPES = {
-    "sm_80": [*COMMON, DROPOUT],
     "sm_90": [*COMMON, SMALL, LARGE, DROPOUT, FP32],
-    "sm_100": [*COMMON, LARGE],
     "gfx90a": [*COMMON, DROPOUT],
     "gfx942": [*COMMON, LARGE, FP32],
 }
@@ -84,7 +80,7 @@ def report(target: str, group: str, name, compiled) -> dict:
     """Return the row of one kernel."""
     binary = compiled.asm.get("cubin") or compiled.asm.get("hsaco")
     row = {"target": target, "group": group, "name": name, "bytes": len(binary), "shared": compiled.metadata.shared}
-    return row | (assembler_report(compiled) if target == "sm_90" else {})
+    return row | (assembler_report(compiled, target) if target == "sm_90" else {})
 
 
 def attention_types(kernel, constants: dict, dtype: str, fp32: tuple[str, ...] = ()) -> Iterable[str]:
@@ -202,17 +198,22 @@ def others(dtype: str) -> list[tuple]:
     return rows
 
 
+def compile_other(job: tuple, dtype: str, target: str):
+    """Compile a kernel of `others`."""
+    _, kernel, types, values, warps = job
+    letters = {"x": f"*{dtype}", "f": "*fp32", "n": "*i32", "l": "*i64", "i": "i32", "j": MULTIPLE, "s": "fp32"}
+    constants = dict(zip(kernel.arg_names[len(types) :], values, strict=True))
+    kinds = [*(letters[letter] for letter in types), *["constexpr"] * len(values)]
+    return compile_triton(kernel, kinds, constants, target, num_warps=warps)
+
+
 def compile_others(target: str) -> list[dict]:
     """Compile the kernels of `others` in bf16, and for Hopper in all dtypes."""
-    letters = {"f": "*fp32", "n": "*i32", "l": "*i64", "i": "i32", "j": MULTIPLE, "s": "fp32"}
-    rows = []
-    for dtype in DTYPES if target == "sm_90" else ["bf16"]:
-        for name, kernel, types, values, warps in others(dtype):
-            constants = dict(zip(kernel.arg_names[len(types) :], values, strict=True))
-            kinds = [*((letters | {"x": f"*{dtype}"})[letter] for letter in types), *["constexpr"] * len(values)]
-            compiled = compile_triton(kernel, kinds, constants, target, num_warps=warps)
-            rows.append(report(target, "other", [name, dtype, *values], compiled))
-    return rows
+    return [
+        report(target, "other", [job[0], dtype, *job[3]], compile_other(job, dtype, target))
+        for dtype in (DTYPES if target == "sm_90" else ["bf16"])
+        for job in others(dtype)
+    ]
 
 
 def hopper_jobs() -> list[tuple]:
@@ -256,9 +257,9 @@ def run(function, arguments: tuple) -> list[dict]:
 
 def main() -> None:
     jobs = [(compile_hopper, job) for job in hopper_jobs()]  # the slowest first
-    jobs += [(compile_plain, ("shape", target, *shape)) for target in TARGETS for shape in SHAPES[target]]
+    jobs += [(compile_plain, ("shape", target, *shape)) for target in SHAPES for shape in SHAPES[target]]
     jobs += [(compile_plain, ("tuned", *job)) for job in tuned_jobs()]
-    jobs += [(function, (target,)) for function in (compile_others, compile_baselines) for target in TARGETS]
+    jobs += [(function, (target,)) for function in (compile_others, compile_baselines) for target in SHAPES]
     jobs += [(compile_fused, job) for job in fused_jobs()]
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         for rows in pool.map(run, *zip(*jobs, strict=True)):

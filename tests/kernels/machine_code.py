@@ -1,4 +1,4 @@
-"""Checks of a compiled kernel's machine code for sm_90: spilled registers, serialised products, lost operands."""
+"""Checks of a compiled kernel's machine code: registers, and for sm_90 serialised products and lost operands."""
 
 import re
 import subprocess
@@ -7,23 +7,28 @@ from pathlib import Path
 
 import triton
 
-PTXAS, CUOBJDUMP = (Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / x for x in ("ptxas", "cuobjdump"))
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+CUOBJDUMP = TOOLS / "cuobjdump"
 INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/ +(?:@!?\w+ )?([A-Z][\w.]*)([^;]*);")
 
 
-def assembler_report(compiled) -> dict:
-    """Return the bytes that ptxas spills, and whether it serialises the tensor cores' instructions.
+def assembler_report(compiled, arch: str) -> dict:
+    """Return a thread's registers, the bytes that ptxas spills, and whether it serialises the tensor cores' work.
 
-    A serialised wgmma waits for the one before it, which costs about half the speed.
+    `arch` may be another one than the kernel was compiled for. A serialised wgmma waits for the one before it, which
+    costs about half the speed.
     """
+    number = int(arch.removeprefix("sm_"))
+    name, tool = f"{arch}a" if number >= 90 else arch, "ptxas-blackwell" if number >= 100 else "ptxas"
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as ptx:
-        ptx.write(compiled.asm["ptx"])
+        ptx.write(re.sub(r"^\.target \w+", f".target {name}", compiled.asm["ptx"], flags=re.MULTILINE))
         ptx.flush()
-        command = [str(PTXAS), "-v", "--gpu-name", "sm_90a", ptx.name, "-o", "/dev/null"]
+        command = [str(TOOLS / tool), "-v", "--gpu-name", name, ptx.name, "-o", "/dev/null"]
         output = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    spills = [int(n) for n in re.findall(r"(\d+) bytes spill", output)]
-    assert spills, output
-    return {"spilled": sum(spills), "serialised": "wgmma" in output and "serialized" in output}
+    registers, spills = re.findall(r"Used (\d+) registers", output), re.findall(r"(\d+) bytes spill", output)
+    assert registers and spills, output
+    serialised = "wgmma" in output and "serialized" in output
+    return {"registers": max(map(int, registers)), "spilled": sum(map(int, spills)), "serialised": serialised}
 
 
 def disassembled(compiled) -> str:
