@@ -4,7 +4,9 @@
 ("causal", "full" or "dropout") and the longest sequence (null: no limit).
 
 - plain: tuned tiles of the plain Triton kernels, for head sizes padded to a power of two.
-- conservative: tiles for everything else. They fit in 96 KiB of shared memory (64 KiB on AMD).
+- conservative: tiles for everything else. They fit in 96 KiB of shared memory (64 KiB on AMD), because a program has
+  99 KiB on the RTX 3090, 4090 and 5090 (sm_86, sm_89, sm_120). An A100 has 163 KiB, Hopper and Blackwell 227 KiB.
+  tests/kernels/cards.py compiles them for these GPUs: no kernel spills more than 160 bytes of registers per thread.
 - hopper: settings of the warp-specialised kernels of sm_90. A missing row means that the plain kernels are faster.
 """
 
