@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from kernels.cross_entropy import definition, triton_kernels
 from kernels.cross_entropy.triton_kernels import LOG2_E
+from kernels.hopper.gluon_versions import barrier
 from kernels.hopper.product import (
     CHUNK,
     CHUNK_LAYOUT,
@@ -38,7 +39,6 @@ from kernels.hopper.product import (
     shared_memory,
     tile_at,
 )
-from kernels.hopper.warpgroups import barrier
 
 HIGHEST: gl.constexpr = gl.constexpr(definition.HIGHEST)
 

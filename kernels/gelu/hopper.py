@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from kernels.gelu.triton_kernels import CUBIC, MINUS_LOG2_E, SLOPE
+from kernels.hopper.gluon_versions import barrier
 from kernels.hopper.product import (
     CHUNK,
     CHUNK_LAYOUT,
@@ -29,7 +30,6 @@ from kernels.hopper.product import (
     shared_memory,
     tile_at,
 )
-from kernels.hopper.warpgroups import barrier
 
 
 @gluon.jit

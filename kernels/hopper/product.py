@@ -23,15 +23,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
 from kernels.common.launching import launch_kernel
+from kernels.hopper.gluon_versions import barrier, tma_load
 from kernels.hopper.selection import TILE
-from kernels.hopper.warpgroups import barrier, blocks_of, multiprocessors, ring
+from kernels.hopper.warpgroups import blocks_of, multiprocessors, ring
 
 ROWS: gl.constexpr = gl.constexpr(64)  # of a multiplying warpgroup: the M of wgmma
 M: gl.constexpr = gl.constexpr(TILE[0])
@@ -75,11 +75,11 @@ def _load(place, a, b, rings, shape, steps, TRANSPOSED: gl.constexpr):
     slot, there = step % STAGES, step < steps
     mbarrier.wait(empty.index(slot), (step // STAGES + 1) & 1, pred=there)
     mbarrier.expect(full.index(slot), (M + N) * K * 2, pred=there)
-    tma.async_copy_global_to_shared(a, [i, k], full.index(slot), a_slots.index(slot), pred=there)
+    tma_load(a, [i, k], full.index(slot), a_slots.index(slot), pred=there)
     if TRANSPOSED:
-        tma.async_copy_global_to_shared(b, [j, k], full.index(slot), b_slots.index(slot), pred=there)
+        tma_load(b, [j, k], full.index(slot), b_slots.index(slot), pred=there)
     else:
-        tma.async_copy_global_to_shared(b, [k, j], full.index(slot), b_slots.index(slot), pred=there)
+        tma_load(b, [k, j], full.index(slot), b_slots.index(slot), pred=there)
     k += K
     if k >= depth:
         k = 0

@@ -11,10 +11,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.common.launching import descriptor
+from kernels.hopper.gluon_versions import barrier
 
 _GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-
-barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # Triton 3.6, 3.7; waits for a partition
 
 
 @gluon.jit

@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from kernels.hopper.gluon_versions import barrier
 from kernels.hopper.product import (
     CHUNK,
     CHUNK_LAYOUT,
@@ -23,7 +24,6 @@ from kernels.hopper.product import (
     shared_memory,
     tile_at,
 )
-from kernels.hopper.warpgroups import barrier
 
 
 @gluon.jit

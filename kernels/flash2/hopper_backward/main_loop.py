@@ -4,10 +4,8 @@ Legend: M rows of a query tile, N rows of a key tile, D0 + D1 head size, j first
 tiles of the program; QS slots of Q and of the statistics, OS slots of dO.
 """
 
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -20,27 +18,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from kernels.flash2.hopper_backward.finish import in_register_order
 from kernels.flash2.hopper_backward.tile import add_product, both_halves, gradient_layout, half_of, ones_at, whole_tile
 from kernels.flash2.tiles import in_halves
-from kernels.hopper.warpgroups import barrier, release
+from kernels.hopper.gluon_versions import barrier, tma_add, tma_load, tma_store
+from kernels.hopper.warpgroups import release
 
 LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
 _in_halves = gluon.constexpr_function(in_halves)
-
-
-@builtin
-def _tma_add(tensor_desc, coord, src, _semantic=None):
-    """Add a tile in shared memory to global memory by TMA. Gluon has no function for this before 3.8."""
-    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
-    add = ir.DESCRIPTOR_REDUCE_KIND.ADD
-    _semantic.builder.create_async_tma_reduce(add, tensor_desc.handle, coord, src.handle)
 
 
 @gluon.jit
 def _load(x0, x1, x0_s, x1_s, bar, batch, row, head, BYTES: gl.constexpr, D1: gl.constexpr):
     """Load one tile of x (B, length, heads, D0 + D1) by TMA; the barrier waits for BYTES in all."""
     mbarrier.expect(bar, BYTES)
-    tma.async_copy_global_to_shared(x0, [batch, row, head, 0], bar, x0_s)
+    tma_load(x0, [batch, row, head, 0], bar, x0_s)
     if D1:
-        tma.async_copy_global_to_shared(x1, [batch, row, head, 64], bar, x1_s)
+        tma_load(x1, [batch, row, head, 64], bar, x1_s)
 
 
 @gluon.constexpr_function
@@ -98,7 +89,7 @@ def _producer(inputs, stats, buffers, stats_s, bars, batch, kv_head, j, heads, g
             # Q [M, D] and its statistics
             _load(q0, q1, q0_s.index(s), q1_s.index(s), bar, batch, m * M, head, Q_BYTES, D1)
             for i in gl.static_range(STATS):
-                tma.async_copy_global_to_shared(stats, [row + i, 0], bar, stats_s.index(STATS * s + i))
+                tma_load(stats, [row + i, 0], bar, stats_s.index(STATS * s + i))
             # V [N, D], once, after the first Q: S = Q K^T comes first
             if t == 0:
                 _load(v0, v1, v0_s, v1_s, k_full.index(1), batch, j, kv_head, K_BYTES, D1)
@@ -121,9 +112,9 @@ def _reducer(dq0, dq1, dq0_s, dq1_s, bars, batch, kv_head, heads, groups, tiles,
             row = ((batch * heads + kv_head * groups + g) * tiles + m) * ROWS
             mbarrier.wait(do_empty.index(t % OS), t // OS & 1)
             # dQ leaves through TMA
-            _tma_add(dq0, [row, 0], dq0_s)
+            tma_add(dq0, [row, 0], dq0_s)
             if D1:
-                _tma_add(dq1, [row + dq0.block_type.shape[0], 0], dq1_s)
+                tma_add(dq1, [row + dq0.block_type.shape[0], 0], dq1_s)
             tma.store_wait(0)
             mbarrier.arrive(dq_empty, count=1)
             t += 1
@@ -147,11 +138,11 @@ def _write(outputs, buffers, dk, dk_1, dv, dv_1, scale, keep_scale, batch, j, kv
         k1_s.reshape(dk_1.shape).store((dk_1 * (scale * keep_scale)).to(dtype))
     fence_async_shared()
     barrier()
-    tma.async_copy_shared_to_global(dv0, [batch, j, kv_head, 0], v0_s)
-    tma.async_copy_shared_to_global(dk0, [batch, j, kv_head, 0], k0_s)
+    tma_store(dv0, [batch, j, kv_head, 0], v0_s)
+    tma_store(dk0, [batch, j, kv_head, 0], k0_s)
     if D1:
-        tma.async_copy_shared_to_global(dv1, [batch, j, kv_head, 64], v1_s)
-        tma.async_copy_shared_to_global(dk1, [batch, j, kv_head, 64], k1_s)
+        tma_store(dv1, [batch, j, kv_head, 64], v1_s)
+        tma_store(dk1, [batch, j, kv_head, 64], k1_s)
     tma.store_wait(0)
 
 

@@ -6,7 +6,7 @@ key blocks before this tile in all tiles of this program; block number n uses sl
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_init, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_init, warpgroup_mma_wait
 
 from kernels.flash2.hopper_forward.schedule import count_tiles, tile_at
 from kernels.flash2.hopper_forward.tile import (
@@ -28,6 +28,7 @@ from kernels.flash2.hopper_forward.tile import (
     store_tile,
     wait_for_output,
 )
+from kernels.hopper.gluon_versions import tma_load
 from kernels.hopper.warpgroups import release, ring
 
 LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
@@ -46,9 +47,9 @@ def _each(columns, consumers):
 @gluon.jit
 def _copy(x0, x1, batch, row, head, slots0, slots1, slot, full, D0: gl.constexpr, D1: gl.constexpr):
     """Start the copy of one tile by TMA; `full` must already expect its bytes."""
-    tma.async_copy_global_to_shared(x0, [batch, row, head, 0], full, slots0.index(slot))
+    tma_load(x0, [batch, row, head, 0], full, slots0.index(slot))
     if D1:
-        tma.async_copy_global_to_shared(x1, [batch, row, head, D0], full, slots1.index(slot))
+        tma_load(x1, [batch, row, head, D0], full, slots1.index(slot))
 
 
 @gluon.jit
