@@ -4,3 +4,7 @@ An operator's folder holds definition.py (the algorithm in plain PyTorch), op.py
 choice of a kernel), triton_kernels.py and hopper.py (the kernels). `common` and `hopper` hold shared parts. `reference`
 holds the papers' algorithms, line by line.
 """
+
+import os
+
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns if it is unset, and 3.10 will change it to 0.
