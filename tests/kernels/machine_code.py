@@ -7,8 +7,10 @@ from pathlib import Path
 
 import triton
 
+from kernels.common.launching import triton_version
+
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-CUOBJDUMP = TOOLS / "cuobjdump"
+BLACKWELL_FROM = 90 if triton_version() >= (3, 9) else 100  # Triton's choice of an assembler by architecture
 INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/ +(?:@!?\w+ )?([A-Z][\w.]*)([^;]*);")
 
 
@@ -19,7 +21,7 @@ def assembler_report(compiled, arch: str) -> dict:
     costs about half the speed.
     """
     number = int(arch.removeprefix("sm_"))
-    name, tool = f"{arch}a" if number >= 90 else arch, "ptxas-blackwell" if number >= 100 else "ptxas"
+    name, tool = f"{arch}a" if number >= 90 else arch, "ptxas-blackwell" if number >= BLACKWELL_FROM else "ptxas"
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as ptx:
         ptx.write(re.sub(r"^\.target \w+", f".target {name}", compiled.asm["ptx"], flags=re.MULTILINE))
         ptx.flush()
@@ -36,7 +38,9 @@ def disassembled(compiled) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
         cubin.flush()
-        return subprocess.run([CUOBJDUMP, "-sass", cubin.name], capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            [TOOLS / "cuobjdump", "-sass", cubin.name], capture_output=True, text=True, check=True
+        ).stdout
 
 
 def loops(code: str) -> list[list[tuple[int, str, str]]]:
