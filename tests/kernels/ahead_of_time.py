@@ -2,12 +2,16 @@
 
 Run it in a process of its own, in which Triton does not interpret: python -m tests.kernels.ahead_of_time
 
-A row names the target and the kernel ("group" and "name"). It has the bytes of machine code and of shared memory and,
-for sm_90, the results of machine_code.py.
+With the argument "few", it compiles for sm_90 only, without the tuned tiles of the plain kernels. It then takes every
+third of Hopper's attention kernels. All their forms occur among these.
+
+A row names Triton's release, the target and the kernel ("group" and "name"). It has the bytes of machine code and of
+shared memory and, for sm_90, the results of machine_code.py.
 """
 
 import itertools
 import json
+import sys
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -79,7 +83,8 @@ def compile_gluon(kernel, signature: dict, constants: dict, options: dict, multi
 def report(target: str, group: str, name, compiled) -> dict:
     """Return the row of one kernel."""
     binary = compiled.asm.get("cubin") or compiled.asm.get("hsaco")
-    row = {"target": target, "group": group, "name": name, "bytes": len(binary), "shared": compiled.metadata.shared}
+    row = {"triton": triton.__version__, "target": target, "group": group, "name": name}
+    row |= {"bytes": len(binary), "shared": compiled.metadata.shared}
     return row | (assembler_report(compiled, target) if target == "sm_90" else {})
 
 
@@ -218,10 +223,8 @@ def compile_others(target: str) -> list[dict]:
 
 def hopper_jobs() -> list[tuple]:
     """List compile_hopper's arguments: each entry of the table, causal backward passes without dQ (deterministic), and
-    causal passes in fp16 with heads of 80 and 128. Older versions of Triton cannot compile these kernels.
+    causal passes in fp16 with heads of 80 and 128.
     """
-    if triton_version() < (3, 6):
-        return []
     jobs = [
         (pass_, head_dim, "bf16", mask != "full", mask == "dropout", config)
         for pass_, head_dim, mask, config in hopper_configs()
@@ -235,8 +238,6 @@ def hopper_jobs() -> list[tuple]:
 def fused_jobs() -> list[tuple]:
     """List compile_fused's arguments: GELU and its gradient, with and without the saved output; sums, with and without
     a residual; the loss."""
-    if triton_version() < (3, 6):
-        return []
     either = False, True
     pairs = itertools.product(either, either)
     return [*(("gelu", *pair) for pair in pairs), *(("sum", residual) for residual in either), ("exponentials",)]
@@ -255,12 +256,19 @@ def run(function, arguments: tuple) -> list[dict]:
     return function(*arguments)
 
 
+def all_jobs(few: bool) -> list[tuple]:
+    """List (function, arguments) of all compilations, the slowest first; see the module's docstring for `few`."""
+    targets = ["sm_90"] if few else list(SHAPES)
+    gluon = triton_version() >= (3, 6)
+    jobs = [(compile_hopper, job) for job in (hopper_jobs()[1::3] if few else hopper_jobs()) if gluon]
+    jobs += [(compile_plain, ("shape", target, *shape)) for target in targets for shape in SHAPES[target]]
+    jobs += [(compile_plain, ("tuned", *job)) for job in tuned_jobs() if not few]
+    jobs += [(function, (target,)) for function in (compile_others, compile_baselines) for target in targets]
+    return jobs + [(compile_fused, job) for job in fused_jobs() if gluon]
+
+
 def main() -> None:
-    jobs = [(compile_hopper, job) for job in hopper_jobs()]  # the slowest first
-    jobs += [(compile_plain, ("shape", target, *shape)) for target in SHAPES for shape in SHAPES[target]]
-    jobs += [(compile_plain, ("tuned", *job)) for job in tuned_jobs()]
-    jobs += [(function, (target,)) for function in (compile_others, compile_baselines) for target in SHAPES]
-    jobs += [(compile_fused, job) for job in fused_jobs()]
+    jobs = all_jobs(few=sys.argv[1:] == ["few"])
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         for rows in pool.map(run, *zip(*jobs, strict=True)):
             for row in rows:

@@ -44,8 +44,13 @@ def disassembled(compiled) -> str:
 
 
 def loops(code: str) -> list[list[tuple[int, str, str]]]:
-    """Return (address, name, operands) of the instructions of each loop, from the target of a backward branch on."""
+    """Return (address, name, operands) of the instructions of each loop, from the target of a backward branch on.
+
+    Code behind the last EXIT does not count: there, waits go on that were not over at once, and then branch back.
+    """
     instructions = [(int(address, 16), name, rest) for address, name, rest in INSTRUCTION.findall(code)]
+    exits = [i for i, (_, name, _) in enumerate(instructions) if name == "EXIT"]
+    instructions = instructions[: exits[-1] if exits else None]
     found = []
     for end, name, rest in instructions:
         jump = re.match(r" +0x([0-9a-f]+)", rest) if name == "BRA" else None
