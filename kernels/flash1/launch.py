@@ -6,9 +6,7 @@ from torch import Tensor
 from kernels.common.dropout import threshold
 from kernels.common.launching import arch_of, launch_kernel, strides
 from kernels.flash1.triton_kernels import backward_kernel, forward_kernel
-from kernels.flash2.tiles import TileConfig, check_arch, padded_head_dim
-
-LARGE = "sm_80", "sm_90", "sm_100", "sm_103", "cpu"  # with 163 KiB of shared memory or more
+from kernels.flash2.tiles import LARGE, TileConfig, check_arch, padded_head_dim
 
 
 def tiles_for(arch: str, head_dim: int, dtype: torch.dtype) -> tuple[TileConfig, TileConfig]:

@@ -40,9 +40,10 @@ class PlainTiles(NamedTuple):
     query_gradient: TileConfig
 
 
+LARGE = "sm_80", "sm_90", "sm_100", "sm_103", "cpu"  # with 163 KiB of shared memory or more
 # fp32 uses no tensor cores, and small tiles.
 FP32_TILES = PlainTiles(*[TileConfig(32, 32, 4, 1)] * 3)
-WIDE_FP32_TILES = PlainTiles(*[TileConfig(16, 16, 4, 1)] * 3)  # of heads above 128, to fit in 99 KiB
+WIDE_FP32_TILES = PlainTiles(*[TileConfig(16, 16, 4, 1)] * 3)  # of heads above 128 on other GPUs, to fit in 99 KiB
 
 
 class HopperForwardConfig(NamedTuple):
@@ -149,7 +150,7 @@ def plain_tiles_for(
     """
     check_arch(arch)
     if dtype == torch.float32:
-        return FP32_TILES if head_dim <= 128 else WIDE_FP32_TILES
+        return FP32_TILES if head_dim <= 128 or arch in LARGE else WIDE_FP32_TILES
     table, size = read_table(), padded_head_dim(head_dim)
     key = {"head_dim": size, "mask": mask_of(causal, dropout), "max_seq_len": max_seq_len(seq_len)}
     return plain_tiles_of(find_row(table["plain"], arch=arch, **key) or find_row(table["conservative"], head_dim=size))
