@@ -190,7 +190,7 @@ def fits_table(results: Path) -> str:
     """Return the largest micro-batches of our step with flash2 that fit GPUs with less memory than the measured one.
 
     They lie on the line through the least and the most measured micro-batch. A model and context with only one
-    measured micro-batch is in the table if that is one sequence.
+    measured micro-batch is in the table if that is one sequence: "1+" says that a larger one may fit.
     """
     file, peaks = read_results(results / "training.json"), {}
     for row in file["rows"]:
@@ -202,7 +202,9 @@ def fits_table(results: Path) -> str:
     for (model, context, checkpointing), measured in sorted(peaks.items()):
         if len(measured) > 1 or 1 in measured:
             sizes = [largest_that_fits(measured, USABLE * card) for card in CARDS]
-            lines.append([f"`{model}`, {length_text(context)}", checkpointing, *(str(size or "-") for size in sizes)])
+            more = "+" if len(measured) == 1 else ""
+            cells = (f"{size}{more}" if size else "-" for size in sizes)
+            lines.append([f"`{model}`, {length_text(context)}", checkpointing, *cells])
     header = ["model, context", "activation checkpointing", *(f"{card} GB" for card in CARDS)]
     return table(header, lines, left=2)
 
