@@ -72,9 +72,9 @@ def test_the_processes_share_the_global_batch_in_equal_micro_steps(settings, pro
 
 @pytest.mark.parametrize(("sequences", "processes", "remedy"), [(8, 3, 9), (2, 8, 8), (10, 4, 8)])
 def test_a_global_batch_that_does_not_divide_is_refused_with_one_that_does(sequences, processes, remedy):
-    with pytest.raises(UserError, match=f"{sequences} sequences .* {processes} processes") as refusal:
+    with pytest.raises(UserError, match=f"train.global_batch_size={sequences} .* {processes} processes") as refusal:
         TrainConfig(batch_size=sequences).share(processes)
-    assert int(re.search(r"global_batch_size=(\d+)", str(refusal.value))[1]) == remedy
+    assert int(re.search(r"set train.global_batch_size=(\d+)", str(refusal.value))[1]) == remedy
 
 
 def test_micro_steps_but_the_last_keep_their_gradients(workplace, monkeypatch):
