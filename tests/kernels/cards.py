@@ -42,6 +42,8 @@ CONFIGS = [
     (256, "bf16", "causal", False, True),
     (256, "fp16", "causal", True, False),
 ]
+SHARES = {"sm_86": CONFIGS, "sm_120": CONFIGS[::4] + CONFIGS[3::4], "sm_100": CONFIGS[1::4] + CONFIGS[2::4]}
+"""The configurations of a family: two families share them, each with each head size once and with both dtypes."""
 
 
 def options_of(mask: str, dropout: bool, documents: bool) -> Options:
@@ -114,8 +116,10 @@ def jobs() -> list[tuple]:
     """List the functions to call with their arguments, the slowest first."""
     listed = [
         (flash2_rows, arch, kernel, *config)
-        for config, arch, kernel in itertools.product(reversed(CONFIGS), FAMILIES, KERNELS)
+        for arch, kernel in itertools.product(FAMILIES, KERNELS)
+        for config in SHARES[arch]
     ]
+    listed.sort(key=lambda job: -job[3])  # wide heads first
     listed += [
         (flash1_rows, arch, pass_, head_dim)
         for head_dim, arch, pass_ in itertools.product((128, 64), ("sm_80", *FAMILIES), ("forward", "backward"))
