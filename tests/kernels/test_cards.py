@@ -15,7 +15,7 @@ from tests.kernels.ahead_of_time import others
 # The largest shared memory of a block in bytes, by NVIDIA's programming guide.
 SHARED_MEMORY = {"sm_75": 64, "sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_100": 227, "sm_103": 227, "sm_120": 99}
 SPILLED = 160  # bytes of a thread in flash2's largest kernels
-SMALL = 32  # in softmax's gradient, where 1,024 threads share the registers
+SMALL = 48  # in the gradients of softmax (1,024 threads share the registers) and of LayerNorm (Triton 3.8)
 
 
 @pytest.fixture(scope="module")
