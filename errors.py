@@ -38,6 +38,12 @@ def problem_of(error: UserError) -> str:
     return str(error).rpartition("; ")[0] or str(error)
 
 
+def check_rate(key: str, value: float) -> None:
+    """Refuse a number that is not in [0, 1)."""
+    if not 0 <= value < 1:
+        raise UserError(f"{key}={value} is out of range; give at least 0 and below 1")
+
+
 class _Output(io.FileIO):
     """A standard stream that discards output after its reader (such as `head`) or its terminal has ended."""
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from errors import UserError, check_range
+from errors import UserError, check_range, check_rate
 from kernels.cross_entropy import linear_cross_entropy
 from kernels.gelu import gelu_mlp
 from kernels.layer_norm import normalise
@@ -66,8 +66,7 @@ class ModelConfig:
                 f"model.n_embd={self.n_embd} is not a multiple of model.n_head={self.n_head}; give a multiple, such as "
                 f"{max(1, round(self.n_embd / self.n_head)) * self.n_head}"
             )
-        if not 0 <= self.dropout < 1:
-            raise UserError(f"model.dropout={self.dropout} is out of range; give at least 0 and below 1")
+        check_rate("model.dropout", self.dropout)
 
     @property
     def head_dim(self) -> int:

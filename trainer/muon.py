@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from errors import UserError, check_choice, check_range
+from errors import check_choice, check_range, check_rate
 
 LARGEST_NS_STEPS = 99  # of torch.optim.Muon
 
@@ -30,8 +30,7 @@ class MuonConfig:
     def __post_init__(self):
         check_range("optimizer.muon.lr", self.lr, 0)
         check_range("optimizer.muon.ns_steps", self.ns_steps, 1, LARGEST_NS_STEPS)
-        if not 0 <= self.momentum < 1:
-            raise UserError(f"optimizer.muon.momentum={self.momentum} is out of range; give at least 0 and below 1")
+        check_rate("optimizer.muon.momentum", self.momentum)
         check_choice("optimizer.muon.adjust_lr_fn", self.adjust_lr_fn, ("match_rms_adamw", "original"))
 
 

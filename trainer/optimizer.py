@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from errors import UserError, check_choice, check_range
+from errors import UserError, check_choice, check_range, check_rate
 from trainer.distributed.world import local_part
 from trainer.muon import Muon, MuonConfig
 
@@ -47,8 +47,7 @@ class OptimizerConfig:
         if not 0 < self.eps < math.inf:  # 0 would divide by zero for table rows that no token uses
             raise UserError(f"optimizer.eps={self.eps} is out of range; give a finite number above 0")
         for key in ("beta1", "beta2"):
-            if not 0 <= getattr(self, key) < 1:
-                raise UserError(f"optimizer.{key}={getattr(self, key)} is out of range; give at least 0 and below 1")
+            check_rate(f"optimizer.{key}", getattr(self, key))
         if self.min_lr is not None and self.min_lr > self.lr:
             raise UserError(f"optimizer.min_lr={self.min_lr} is above optimizer.lr={self.lr}; lower min_lr or raise lr")
         if self.name != "muon" and self.muon != MuonConfig():
