@@ -23,13 +23,12 @@ def next_commands(config: Config, folder: Path, checkpoint: Path, *, is_stopped:
 
 def _to_continue(checkpoint: Path, folder: Path, attention: AttentionConfig) -> list[str]:
     """Return the command that continues this run from `checkpoint`."""
-    program = "train.py" if is_of_submitit() else os.path.relpath(sys.argv[0])
     size, local = started()[1], int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     nodes = [f"--nnodes={size // local}", "..."] if size > local else []
     launcher = ["torchrun", *nodes, f"--nproc_per_node={local}"] if size > 1 else ["python"]
     code = str(attention).split() if isinstance(attention, CustomConfig) else []
     places = assigned("checkpoint.resume", shown(checkpoint)), assigned("hydra.run.dir", shown(folder))
-    return [*launcher, program, *code, *places]
+    return [*launcher, _beside("train.py"), *code, *places]
 
 
 def _to_use(checkpoints: Path, config: Config) -> list[list[str]]:

@@ -73,9 +73,8 @@ class ConsoleLogger(Logger):
         return duration((self.max_steps - step) * (now - began) / (step - first_step)) if step > first_step else "-"
 
     def _line(self, first: str, cells: dict[str, str]) -> str:
-        digits = len(str(self.max_steps))
         rest = "".join(f" {cells.get(title, ''):>{width}}" for title, (width, *_) in self._columns.items())
-        return f"{first:>{len('train ') + 2 * digits + 1}}{rest}".rstrip()
+        return f"{first:>{len(f'train {self.max_steps}/{self.max_steps}')}}{rest}".rstrip()
 
     def _row(self, split: str, step: int, metrics: Metrics, eta: str = "") -> str:
         cells = {"ETA": eta}
