@@ -1,4 +1,4 @@
-"""What a run prints at its start and its end, and the commands that it prints."""
+"""The lines and commands that a run prints at its start and its end."""
 
 import re
 from pathlib import Path

@@ -42,12 +42,12 @@ class TrainConfig:
     """torch.compile the model. null is true on a GPU and false on a CPU: there, compiling takes longer than a short
     run."""
     cuda_graphs: bool | None = None
-    """Run micro-steps as CUDA graphs, which is faster if micro-batches are small. null is true for a compiled model on
+    """Run micro-steps as CUDA graphs. Small micro-batches are faster with graphs. null is true for a compiled model on
     a GPU, in one process and without full activation checkpointing, if the free GPU memory holds a second step."""
     activation_checkpointing: str = "none"
-    """What the backward pass recomputes instead of storing. none: nothing. selective: the output of GELU; this saves a
-    quarter of the activations and takes about 1 % more time. full: whole blocks except their attention; the same
-    memory then holds several times the context or batch."""
+    """Activations that the backward pass recomputes. none stores all activations. selective recomputes the output of
+    GELU: it saves a quarter of the activations and takes about 1 % more time. full recomputes whole blocks except their
+    attention: the same memory then holds several times the context or batch."""
     deterministic: bool = False
     """Use only deterministic kernels, so that a resumed run on a GPU repeats bit for bit; slower."""
     on_nan: str = "stop"

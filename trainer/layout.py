@@ -36,12 +36,12 @@ def shown(path: Path) -> str:
 
 
 def shortened(text: str, width: int) -> str:
-    """Return the text, without its start if it is too long."""
+    """Return the end of a text that is too long, and any other text unchanged."""
     return text if len(text) <= width else f"...{text[3 - width :]}"
 
 
 def block(label: str, items: Iterable[str]) -> str:
-    """Return the items after the label, in as many lines as they need. The start of too long an item is left out."""
+    """Return the items after the label, wrapped to the width of a line. An item that is too long loses its start."""
     room = WIDTH - INDENT - 1  # for a comma
     return "\n".join(_filled(label, [shortened(item, room) for item in items], ",", INDENT))
 

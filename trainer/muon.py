@@ -24,8 +24,8 @@ class MuonConfig:
     ns_steps: int = 5
     """Newton-Schulz iterations of the orthogonalisation."""
     adjust_lr_fn: str = "match_rms_adamw"
-    """How the rate depends on the shape A x B of a matrix. match_rms_adamw: lr x 0.2 x sqrt(max(A, B)), for a rate of
-    AdamW. original: lr x sqrt(max(1, A / B)), for a rate such as 0.02."""
+    """Scale of the rate for a matrix of shape A x B. match_rms_adamw is lr x 0.2 x sqrt(max(A, B)); choose it with a
+    rate of AdamW. original is lr x sqrt(max(1, A / B)); choose it with a rate such as 0.02."""
 
     def __post_init__(self):
         check_range("optimizer.muon.lr", self.lr, 0)

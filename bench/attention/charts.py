@@ -40,7 +40,7 @@ def draw(rows: list[dict], results: Path, environment: dict) -> list[Path]:
 
 @styled
 def figure_of(rows: list[dict], title: str) -> Figure:
-    """Draw the panels that have rows below one another, so that a bar is wide enough for its number."""
+    """Draw each panel that has rows. The panels are in one column, so that a bar is wide enough for its number."""
     panels = [panel for panel in PANELS if any((row["head_dim"], row["causal"]) == panel for row in rows)]
     figure = Figure(figsize=(WIDTH, 1.2 + 2.6 * len(panels)), layout="constrained")
     looks = looks_of(row["variant"] for row in rows)

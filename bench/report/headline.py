@@ -1,4 +1,4 @@
-"""What a report compares, in a few words: the settings that differ between its runs, and what they share."""
+"""A short description of a report: the settings that differ between its runs, and the settings that all share."""
 
 from functools import cache
 from pathlib import Path
@@ -20,7 +20,7 @@ def variant_of(run: TrainingRun) -> str | None:
 
 
 def facts(run: TrainingRun) -> dict[str, str]:
-    """Return attention, model, context and data, then the other settings, without those of wandb and checkpoints."""
+    """Return attention, model, context and data, then the other settings except the groups wandb and checkpoint."""
     rest = {key: value for key, value in run.settings.items() if not key.startswith(("wandb.", "checkpoint."))}
     if not rest:
         return {}

@@ -42,7 +42,7 @@ def row_of(run: TrainingRun, runs: list[TrainingRun]) -> dict[str, TableCell]:
 
 
 def memory(run: TrainingRun, runs: list[TrainingRun]) -> dict[str, TableCell]:
-    """Return the peaks of memory, and the difference of the first of them to the first run's."""
+    """Return the peaks of memory. The first peak also gets a column relative to the first run."""
     compared = next((kind for kind, key in MEMORY.items() if runs[0].finite(key)), None)
     columns = {}
     for kind, key in MEMORY.items():
@@ -55,7 +55,7 @@ def memory(run: TrainingRun, runs: list[TrainingRun]) -> dict[str, TableCell]:
 
 
 def relative(what: str, form: str, value: float | None, runs: list[TrainingRun]) -> dict[str, TableCell]:
-    """Return the column of a value relative to the first run's. There is none if a run is alone."""
+    """Return the column of a value relative to the first run's, or no column for a single run."""
     return {f"{what} relative to {runs[0].name}": show(value, form)} if len(runs) > 1 else {}
 
 

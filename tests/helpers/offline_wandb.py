@@ -21,7 +21,7 @@ def read(folder: Path | str) -> SimpleNamespace:
 
 
 def read_all(folder: Path | str) -> list[SimpleNamespace]:
-    """Return the offline runs below the output folder of a training run, in the order in which they began.
+    """Return the offline runs below the output folder of a training run, ordered by their start.
 
     A result has the run's `id`, `config`, `group` and `tags`, its `history` (a dict per row, without wandb's own keys),
     and its `step_metrics` (the x axis of each metric).

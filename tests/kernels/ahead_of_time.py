@@ -1,9 +1,9 @@
 """Compile every kernel for Hopper and AMD GPUs, and print one JSON line per kernel. cards.py has the other GPUs.
 
-Run it in a process of its own, in which Triton does not interpret: python -m tests.kernels.ahead_of_time
+Run the program in a process of its own, without the interpreter of Triton: python -m tests.kernels.ahead_of_time
 
-With the argument "few", it compiles for sm_90 only: the plain attention kernels for two shapes, and every third of
-Hopper's attention kernels.
+With the argument "few", the program compiles for sm_90 only. It then takes two shapes of the plain attention kernels
+and every third of Hopper's attention kernels.
 
 A row names Triton's release, the target and the kernel ("group" and "name"). It has the bytes of machine code and of
 shared memory and, for sm_90, the results of machine_code.py.

@@ -113,7 +113,7 @@ def _loss(x: float) -> str:
     return f"{x:.4f}" if x < 1000 else three_digits(x)
 
 
-# The title of each column, its width, how it shows a number, and the metrics that it shows, of which a row has one.
+# By title: the width of the column, its format of a number, and the metrics to show. A row has at most one of them.
 COLUMNS: dict[str, tuple[int, Callable[[float], str], tuple[str, ...]]] = {
     "loss": (8, _loss, ("{split}/loss",)),
     "perplexity": (10, three_digits, ("{split}/perplexity",)),

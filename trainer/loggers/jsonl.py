@@ -58,7 +58,7 @@ def truncate_after(path: Path, step: float) -> None:
 
 
 def last_step(path: Path) -> int:
-    """Return the step of the last row of metrics, or 0 if there is none."""
+    """Return the step of the last row of metrics, or 0 for an empty file."""
     return max((row["step"] for _, row in _rows(path) if "settings_changed" not in row), default=0)
 
 
@@ -68,5 +68,5 @@ def _rows(path: Path) -> Iterator[tuple[bytes, dict]]:
         for line in file:
             with suppress(ValueError, TypeError, KeyError):  # an incomplete line is not a row
                 row = json.loads(line)
-                row["step"] + 0
+                row["step"] + 0  # a TypeError if the step is not a number
                 yield line, row

@@ -41,7 +41,7 @@ class TrackioLogger(PackageLogger):
 
 
 def check_trackio() -> None:
-    """Refuse the environment variables by which trackio would upload the run."""
+    """Refuse the environment variables that let trackio upload the run."""
     for variable in UPLOADS:
         if value := os.environ.get(variable):
             raise UserError(f"{variable}={value} lets trackio upload, but wandb.backend=trackio is local; unset it")

@@ -1,4 +1,4 @@
-"""What a report compares, in words."""
+"""The short description of a report."""
 
 import pytest
 from omegaconf import OmegaConf

@@ -1,4 +1,4 @@
-"""The rows in trackio's database are those of metrics.jsonl."""
+"""trackio's database gets the rows of metrics.jsonl."""
 
 import json
 import socket
