@@ -1,0 +1,31 @@
+"""A ladder of teaching kernels, from standard attention in memory to warp-specialised kernels for Hopper.
+
+Each step is one module of at most 90 lines with one new idea. Its docstring says the idea, the expected gain and the
+counter to look at. FORWARD and BACKWARD list the steps in order.
+"""
+
+from importlib import import_module
+from types import ModuleType
+
+FORWARD = (
+    "step_01_scores_in_memory",
+    "step_02_coalesced_reads",
+    "step_03_online_softmax",
+    "step_04_shared_memory",
+    "step_05_swizzled_tiles",
+    "step_06_tensor_cores",
+    "step_07_flash_attention_2",
+    "step_08_two_stages",
+    "step_09_three_stages",
+    "step_10_split_causal_loop",
+    "step_11_wgmma",
+    "step_12_tma",
+    "step_13_specialised_warps",
+    "step_14_overlapped_softmax",
+)
+BACKWARD = ()
+
+
+def load(name: str) -> ModuleType:
+    """Import the step called `name`."""
+    return import_module(f"kernels.ladder.{name}")
