@@ -82,7 +82,7 @@ def query_kernel(
 
 def backward(dout, q, k, v, out, logsumexp, causal):
     (batch, length, heads, head_dim), delta = q.shape, delta_of(dout, out)
-    dq, dk, dv = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(3))
+    dq, dk, dv = (torch.empty_like(out) for _ in range(3))
     inputs, sizes = (q, k, v, dout, logsumexp, delta), (length, heads, q.stride(1), head_dim**-0.5)
     grid, m = (length // 64, batch * heads), 64 if head_dim == 64 else 32
     key_kernel[grid](*inputs, dk, dv, *sizes, m, 64, head_dim, causal, num_warps=4, num_stages=3)

@@ -63,8 +63,7 @@ def backward_kernel(
 
 def backward(dout, q, k, v, out, logsumexp, causal):
     (batch, length, heads, head_dim), delta = q.shape, delta_of(dout, out)
-    dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-    dk, dv = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(2))
+    dq, dk, dv = torch.zeros_like(out, dtype=torch.float32), torch.empty_like(out), torch.empty_like(out)
     sizes = length, heads, q.stride(1), head_dim**-0.5
     grid, m, n, warps = (length // 64, batch * heads), 64, 64, 4
     if head_dim == 128:

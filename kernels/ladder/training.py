@@ -2,8 +2,8 @@
 
     python train.py model=gpt2 attention=custom attention.function=kernels.ladder.training:split train.sample_tokens=0
 
-Functions: split, atomics and tma_adds, in the order of the steps. tma_adds needs Hopper. Their forward pass is the
-same, so a difference in tokens/s comes from the backward pass.
+Functions: split, atomics, tma_adds and specialised_warps, in the order of the steps. The last two need Hopper. The
+forward pass is the same in all, so a difference in tokens/s comes from the backward pass.
 """
 
 import torch
@@ -80,4 +80,4 @@ def _function(step: str):
     return attention
 
 
-split, atomics, tma_adds = map(_function, BACKWARD)
+split, atomics, tma_adds, specialised_warps = map(_function, BACKWARD)

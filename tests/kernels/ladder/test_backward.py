@@ -12,7 +12,7 @@ from model.attention import CustomConfig, check_attention
 from tests.kernels.accuracy import Case, draw, exact, outcome
 from tests.kernels.flash2_cases import BF16, F16, F32, KERNEL_DEVICE
 
-FUNCTIONS = "split", "atomics", "tma_adds"
+FUNCTIONS = "split", "atomics", "tma_adds", "specialised_warps"
 
 
 def assert_gradients(step: str, case: Case, device: str, packed: bool, tolerance: float) -> None:
