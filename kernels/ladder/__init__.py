@@ -23,7 +23,7 @@ FORWARD = (
     "step_13_specialised_warps",
     "step_14_overlapped_softmax",
 )
-BACKWARD = ()
+BACKWARD = ("step_15_separate_gradients", "step_16_atomic_adds", "step_17_tma_adds", "step_18_specialised_warps")
 
 
 def load(name: str) -> ModuleType:
