@@ -6,6 +6,7 @@ therefore the same, bit for bit, as with the number on the command line.
 
 import gc
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -18,7 +19,8 @@ from torch import Tensor
 from errors import UserError, is_of_gpu_memory
 from trainer.build import build_model, compile_model, is_compiled
 from trainer.config import AUTO, BOUNDS, TrainConfig
-from trainer.distributed.world import ALONE
+from trainer.distributed.world import ALONE, World
+from trainer.meters import GIB
 from trainer.optimizer import build_optimizer
 from trainer.precision import Compute
 from trainer.state import TrainState, random_state, set_random_state
@@ -26,7 +28,8 @@ from trainer.state import TrainState, random_state, set_random_state
 MEMORY_SHARE = 0.95
 """Share of the free memory that a trial may take. The rest is for evaluation, NCCL and fragmentation. With
 train.cuda_graphs=true, a trial may take half of it, because graphs keep their memory and evaluation needs its own."""
-FIRST = 8  # sequences of the first trial
+FIRST = 4  # sequences of the first trial
+GROWTH = 32  # A trial is at most 32 times the largest size that fits, because errors of the line grow with distance.
 LARGEST = BOUNDS["batch_size"][1]
 # At most 8 sizes between two powers of two: 1, 2, ..., 15, 16, 18, ..., 30, 32, 36, ...
 SIZES = [*range(1, 8), *(n << e for e in range(LARGEST.bit_length() - 4) for n in range(8, 16)), LARGEST]
@@ -55,27 +58,43 @@ def with_batch_size(config: Any, compute: Compute, train_step: Callable, micro_s
     settings = config.train
     if settings.batch_size != AUTO:
         return settings
-    world = compute.world
+    world, compiled = compute.world, is_compiled(settings, compute)
     numbers, trials = candidates(settings, world.size), []
+    alone = replace(compute, world=ALONE)  # in a collective, a process would wait for one that is out of memory
 
-    def fits(size: int) -> bool:
+    def peak(size: int, limit: int) -> int | None:
         trials.append(size)
-        trial = trial_settings(settings, size, numbers[size], compute)
-        alone = replace(compute, world=ALONE)  # in a collective, a process would wait for one that is out of memory
-        of_trial = replace(config, train=trial)
-        does_fit = is_in_memory(lambda: take_trial_steps(of_trial, alone, train_step, micro_step))
-        free_memory(is_compiled(settings, compute))
-        return not world.largest(0 if does_fit else 1)
+        of_trial = replace(config, train=trial_settings(settings, size, numbers[size], compute))
+        taken = measured_peak(lambda: take_trial_steps(of_trial, alone, train_step, micro_step))
+        free_memory(compiled)
+        taken = world.largest(limit + 1 if taken is None else taken)  # all processes must choose the same next trial
+        say(world, described_trial(size, taken, limit))
+        return taken if taken <= limit else None
 
+    if compiled:
+        say(world, "each trial compiles the model first")
     before = random_state()
-    with limited_memory(settings):
-        size = largest_fitting(list(numbers), fits)
+    with limited_memory(settings, world) as limit:
+        size = largest_fitting(list(numbers), partial(peak, limit=limit), limit)
     set_random_state(before)
     if size is None:
         raise UserError(nothing_fits(settings, numbers[min(numbers)]))
-    if world.is_first:
-        print(f"train.batch_size=auto: train.batch_size={numbers[size]} after trials of {', '.join(map(str, trials))}")
+    say(world, f"train.batch_size={numbers[size]} after trials of {', '.join(map(str, trials))}")
     return replace(settings, batch_size=numbers[size])
+
+
+def say(world: World, text: str) -> None:
+    """Print what the search does, at once and in one process."""
+    if world.is_first:
+        print(f"train.batch_size=auto: {text}", flush=True)
+
+
+def described_trial(size: int, taken: int, limit: int) -> str:
+    """Return the line that tells the result of a trial, which did not fit if `taken` exceeds `limit`."""
+    of_all = f"{limit / GIB:.1f} GiB"
+    if taken > limit:
+        return f"a micro-batch of {size} does not fit in {of_all}"
+    return f"a micro-batch of {size} takes {taken / GIB:.1f} of {of_all}"
 
 
 def candidates(settings: TrainConfig, processes: int) -> dict[int, int]:
@@ -95,22 +114,57 @@ def candidates(settings: TrainConfig, processes: int) -> dict[int, int]:
     return dict(sorted(found.items()))
 
 
-def largest_fitting(sizes: list[int], fits: Callable[[int], bool]) -> int | None:
-    """Return the largest of the rising `sizes` that fits, or None: double until one does not fit, then bisect."""
-    low, high = -1, len(sizes)  # all up to `low` fit, none from `high` on
-    wanted = FIRST
-    while low < high - 1:
-        place = next((i for i, size in enumerate(sizes) if size >= wanted), len(sizes) - 1)
-        if not low < place < high:
-            break
-        if not fits(sizes[place]):
-            high = place
-            break
-        low, wanted = place, 2 * sizes[place]
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(sizes[middle]) else (low, middle)
-    return sizes[low] if low >= 0 else None
+def largest_fitting(sizes: list[int], peak: Callable[[int], int | None], limit: int) -> int | None:
+    """Return the largest of the rising `sizes` that fits in `limit` bytes, or None if nothing fits.
+
+    `peak` takes a trial and returns its peak memory in bytes, or None if it does not fit.
+    """
+    fitted, failed = [], []  # (place in `sizes`, bytes) of the trials that fit, and places of the others
+    place = place_from(sizes, FIRST)
+    while place is not None:
+        taken = peak(sizes[place])
+        if taken is None:
+            failed.append(place)
+        else:
+            fitted.append((place, taken))
+        place = next_place(sizes, fitted, failed, limit)
+    return sizes[fitted[-1][0]] if fitted else None
+
+
+def next_place(sizes: list[int], fitted: list[tuple[int, int]], failed: list[int], limit: int) -> int | None:
+    """Return the place in `sizes` of the next trial, or None if no larger size can fit.
+
+    Bisect until two sizes fit. Then follow their line, but stay below the sizes that do not fit: by one place, and if
+    the line is wrong again and again, by 2, 4, ... places.
+    """
+    low, high = fitted[-1][0] if fitted else -1, failed[-1] if failed else len(sizes)
+    middle = (low + high) // 2
+    if len(fitted) == 1 and not failed:
+        place = place_from(sizes, 2 * sizes[low])
+    elif len(fitted) < 2:
+        place = middle
+    else:
+        below = max(middle, high - 2 ** max(0, len(failed) - 1))
+        place = min(below, place_on_line(sizes, fitted, limit))
+    return place if place > low else None
+
+
+def place_on_line(sizes: list[int], fitted: list[tuple[int, int]], limit: int) -> int:
+    """Return the place of the largest size under `limit`, by the line through the last two trials that fit.
+
+    Peak memory is a constant plus a multiple of the micro-batch, except for rounding and fragmentation.
+    """
+    (size, less), (larger, more) = ((sizes[place], taken) for place, taken in fitted[-2:])
+    farthest = place_from(sizes, GROWTH * larger)
+    if more <= less:
+        return farthest
+    largest = larger + (limit - more) * (larger - size) // (more - less)
+    return min(farthest, bisect_right(sizes, largest) - 1)
+
+
+def place_from(sizes: list[int], wanted: int) -> int:
+    """Return the place of the first size that is at least `wanted`, or of the last one."""
+    return min(bisect_left(sizes, wanted), len(sizes) - 1)
 
 
 def trial_settings(settings: TrainConfig, size: int, number: int, compute: Compute) -> TrainConfig:
@@ -149,15 +203,16 @@ class RandomBatches:
         return [tuple(torch.randint(self.vocab_size, self.shape, device=self.device)) for _ in range(count)]
 
 
-def is_in_memory(act: Callable[[], None]) -> bool:
-    """Call `act`. Return False if it ran out of GPU memory."""
+def measured_peak(act: Callable[[], None]) -> int | None:
+    """Call `act` and return its peak of GPU memory in bytes, or None if it ran out of GPU memory."""
+    torch.cuda.reset_peak_memory_stats()
     try:
         act()
     except RuntimeError as error:
         if not is_of_gpu_memory(error):
             raise
-        return False
-    return True
+        return None
+    return torch.cuda.max_memory_allocated()
 
 
 def free_memory(compiled: bool) -> None:
@@ -169,13 +224,17 @@ def free_memory(compiled: bool) -> None:
 
 
 @contextmanager
-def limited_memory(settings: TrainConfig) -> Iterator[None]:
-    """Limit torch to the part of this GPU's free memory that MEMORY_SHARE states."""
+def limited_memory(settings: TrainConfig, world: World) -> Iterator[int]:
+    """Limit torch to the part of the GPU's free memory that MEMORY_SHARE states, and yield it in bytes.
+
+    All processes take the smallest limit.
+    """
     free, total = torch.cuda.mem_get_info()
     share = MEMORY_SHARE / 2 if settings.cuda_graphs else MEMORY_SHARE
-    torch.cuda.set_per_process_memory_fraction(share * (free + torch.cuda.memory_reserved()) / total)
+    limit = -world.largest(-int(share * (free + torch.cuda.memory_reserved())))
+    torch.cuda.set_per_process_memory_fraction(limit / total)
     try:
-        yield
+        yield limit
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
         torch.cuda.reset_peak_memory_stats()
