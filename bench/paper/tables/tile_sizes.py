@@ -14,6 +14,7 @@ from bench.attention.shapes import AttentionShape
 from bench.common.drawing import SMALL, WIDTH, styled
 from bench.common.formatting import rounded, table
 from bench.common.timing import Gpu, recorded, sampler_of
+from bench.paper.occupancy import WARP, resident_programs
 from bench.paper.settings import PaperSettings
 from kernels.common import launching as launcher
 from kernels.flash2 import dispatch
@@ -68,20 +69,10 @@ def measure_tile(tile: TileConfig, shape: AttentionShape, data: Inputs, truth: T
     row = {"ms": ms, "tflops": shape.flops("forward") / ms / 1e9, "error": error, "status": "ok"}
     for kernel in launcher.compiled_kernels.values():  # one; none in Triton's interpreter
         shared = kernel.metadata.shared
-        blocks = resident_blocks(ctypes.CDLL("libcuda.so.1"), kernel.function, 32 * tile.warps, shared)
+        blocks = resident_programs(ctypes.CDLL("libcuda.so.1"), kernel.function, WARP * tile.warps, shared)
         row |= {"registers": kernel.n_regs, "spills": kernel.n_spills, "shared_bytes": shared}
         row["resident_blocks"] = blocks
     return row
-
-
-def resident_blocks(driver: ctypes.CDLL, function: int, threads: int, shared: int) -> int:
-    """Return the result of the driver's occupancy calculation."""
-    blocks = ctypes.c_int()
-    arguments = ctypes.c_void_p(function), ctypes.c_int(threads), ctypes.c_size_t(shared)
-    status = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(ctypes.byref(blocks), *arguments)
-    if status:
-        raise RuntimeError(f"cuOccupancyMaxActiveBlocksPerMultiprocessor returned {status}")
-    return blocks.value
 
 
 def markdown(rows: list[dict]) -> str:

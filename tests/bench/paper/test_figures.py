@@ -175,21 +175,6 @@ def test_the_slope_is_the_exponent():
     assert grid_scaling.slope({n: 3e-4 * n**2 for n in (512, 1024, 4096)}) == pytest.approx(2)
 
 
-class Driver:
-    """Two blocks of 128 threads are resident; any other number of threads is an error."""
-
-    def cuOccupancyMaxActiveBlocksPerMultiprocessor(self, blocks, function, threads, shared):
-        assert (function.value, shared.value) == (0x7F0000001000, 49152)
-        blocks._obj.value = 2
-        return 0 if threads.value == 128 else 1
-
-
-def test_resident_blocks_come_from_the_driver():
-    assert tile_sizes.resident_blocks(Driver(), 0x7F0000001000, 128, 49152) == 2
-    with pytest.raises(RuntimeError, match="returned 1"):
-        tile_sizes.resident_blocks(Driver(), 0x7F0000001000, 96, 49152)
-
-
 def test_tiles_are_listed_with_their_resources_and_the_fastest_is_marked():
     found = {"registers": 168, "spills": 0, "shared_bytes": 49152, "resident_blocks": 2}
     rows = [

@@ -1,0 +1,60 @@
+"""The limits of resident programs, compared with numbers worked out by hand and with the driver's own."""
+
+import pytest
+
+from bench.common.results import read_results
+from bench.paper import occupancy
+from bench.paper.occupancy import Limits
+from bench.report.readme import RESULTS
+
+HOPPER = Limits(registers=65536, shared_bytes=228 * 1024, reserved_bytes=1024, threads=2048, programs=32)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "programs", "cause", "share"),
+    [
+        # 168 registers x 32 are 21 units of 256. A quarter of 16,384 holds 3 such warps; 12 warps are 3 programs of 4.
+        ((168, 40_984, 128), 3, "registers", 12 / 64),
+        # 161 registers are rounded up to 168, too.
+        ((161, 40_984, 128), 3, "registers", 12 / 64),
+        # 73,752 + 1,024 bytes are 74,880 in units of 128; 3 of them are 224,640 of 233,472 bytes.
+        ((96, 73_752, 128), 3, "shared memory", 12 / 64),
+        # 64 warps are 4 programs of 16, with 32 registers a thread.
+        ((32, 0, 512), 4, "registers and warps", 1.0),
+        ((24, 0, 512), 4, "warps", 1.0),
+        # The reserved KiB alone would allow 228 programs.
+        ((24, 0, 32), 32, "programs", 0.5),
+        # 158 registers: 3 warps in each of 4 quarters are one program of 8, though 65,536 / (160 x 256) is 1.6.
+        ((158, 0, 256), 1, "registers", 8 / 64),
+        ((24, 230_000 + 3_000, 128), 0, "shared memory", 0.0),
+    ],
+)
+def test_the_resource_with_the_lowest_limit_is_named(kernel, programs, cause, share):
+    found = occupancy.residency(*kernel, HOPPER)
+    assert (found.programs, found.cause, found.occupancy) == (programs, cause, pytest.approx(share))
+
+
+def test_the_rules_agree_with_the_driver_on_every_measured_tile():
+    rows = [row for row in read_results(RESULTS / "paper-blocks.json")["rows"] if "resident_blocks" in row]
+    of_driver = [row["resident_blocks"] for row in rows]
+    ours = [occupancy.residency(r["registers"], r["shared_bytes"], 32 * r["warps"], HOPPER).programs for r in rows]
+    assert ours == of_driver and len(set(of_driver)) > 3
+
+
+def test_a_grid_of_one_program_more_than_fits_needs_more_than_one_wave():
+    assert occupancy.waves(264, 2, 132) == 1 and 1 < occupancy.waves(265, 2, 132) < 1.01
+
+
+class Driver:
+    """Two programs of 128 threads are resident; any other number of threads is an error."""
+
+    def cuOccupancyMaxActiveBlocksPerMultiprocessor(self, programs, function, threads, shared):
+        assert (function.value, shared.value) == (0x7F0000001000, 49152)
+        programs._obj.value = 2
+        return 0 if threads.value == 128 else 1
+
+
+def test_resident_programs_come_from_the_driver():
+    assert occupancy.resident_programs(Driver(), 0x7F0000001000, 128, 49152) == 2
+    with pytest.raises(RuntimeError, match="returned 1"):
+        occupancy.resident_programs(Driver(), 0x7F0000001000, 96, 49152)
