@@ -6,5 +6,6 @@
 `training_steps.py` and `perplexities.py` have the measurements that the tables of training share.
 `attentions.py` has the attentions by name.
 `byte_counts.py` computes the bytes to and from HBM by formula; `hbm_counters.py` reads the GPU's counters.
+`triton_kernels.py` has the small kernels of the tables `softmax` and `hierarchy`.
 `occupancy.py` computes how many programs of a kernel are resident on a multiprocessor.
 """

@@ -9,6 +9,9 @@ Tables (table=NAME, or table=all):
   io              bytes to and from HBM: counted, and measured if Nsight Compute's ncu is installed
   blocks          flash2's forward kernel over its tile sizes: time, registers, shared memory, resident blocks
   scaling         time against length, heads and batch for the grids of flash1 and flash2
+  fusion          the steps of attention in five kernels, compiled by torch, and in one kernel
+  hierarchy       size and bandwidth of HBM, L2 and shared memory
+  softmax         safe softmax in three passes and online softmax in two, against the length
 
 Examples:
   python -m bench.paper table=gpt2 tokens=tokens/openwebtext

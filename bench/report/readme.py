@@ -19,7 +19,6 @@ from bench.common.formatting import at_least, at_most, cost_text, length_text, s
 from bench.common.looks import LOOKS
 from bench.common.results import ROOT, read_results
 from bench.paper.pages import page, publish
-from bench.paper.tables import TABLES
 from bench.paper.tables.attention_speed import speed_lines
 from errors import UserError
 
@@ -44,11 +43,11 @@ class ReadmeSettings:
 
 def run(settings: ReadmeSettings) -> None:
     """Update the tables and, if wanted, the pictures."""
-    for name in TABLES:
-        results = read_results(RESULTS / f"paper-{name}.json")
-        (RESULTS / f"paper-{name}.md").write_text(page(name, results))
+    for file in RESULTS.parent.glob("*/paper-*.json"):  # of every GPU
+        name, results = file.stem.removeprefix("paper-"), read_results(file)
+        file.with_suffix(".md").write_text(page(name, results))
         if settings.pictures:
-            publish(name, results, RESULTS)
+            publish(name, results, file.parent)
     if settings.pictures:
         attention = read_results(RESULTS / "attention.json")
         charts.draw(attention["rows"], RESULTS / "attention.json", attention["environment"])

@@ -21,6 +21,9 @@ TABLES = {
     "io": "hbm_traffic",
     "blocks": "tile_sizes",
     "scaling": "grid_scaling",
+    "fusion": "kernel_fusion",
+    "hierarchy": "memory_hierarchy",
+    "softmax": "softmax_passes",
 }
 
 

@@ -12,7 +12,8 @@ from tests.bench.paper import in_process
 from tests.bench.paper.in_process import tiny_models  # noqa: F401, a fixture
 from tests.e2e import run
 
-PICTURES = {"kernels": ["-forward", "-backward", "-both"], "scaling": [""]}
+PICTURES = {"kernels": ["-forward", "-backward", "-both"]}
+PICTURES |= {name: [""] for name in ("scaling", "fusion", "hierarchy", "softmax")}
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -46,7 +47,10 @@ def test_the_smoke_size_gives_rows_markdown_and_pictures(name, tmp_path, monkeyp
     assert all(any(axes.has_data() for axes in figure.axes) for figure in drawn.values())
 
 
-@pytest.mark.parametrize("file", sorted(RESULTS.glob("paper-*.json")), ids=lambda file: file.stem)
+PAGES = sorted(RESULTS.parent.glob("*/paper-*.json"))
+
+
+@pytest.mark.parametrize("file", PAGES, ids=lambda file: f"{file.parent.name}-{file.stem}")
 def test_the_committed_page_matches_its_results(file):
     made = pages.page(file.stem.removeprefix("paper-"), json.loads(file.read_text()))
     assert file.with_suffix(".md").read_text() == made
