@@ -15,7 +15,7 @@ from kernels.common.launching import arch_of
 from kernels.common.registering import no_second_derivative
 from kernels.flash2 import dispatch
 from kernels.flash2.options import Options
-from kernels.flash2.tiles import PlainTiles, plain_tiles_for
+from kernels.flash2.tiles import PlainTiles, TileConfig, plain_tiles_for
 from model.attention import VARIANTS, Attention, build_attention
 
 
@@ -69,3 +69,13 @@ def plain_tiles(q: Tensor, causal: bool) -> PlainTiles:
 def triton(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
     """Run flash2's plain Triton kernels even on a GPU that has specialised ones: q, k, v (B, T, H, D)."""
     return _PlainTriton.apply(q, k, v, causal, scale)
+
+
+def tiled(tile: TileConfig) -> Attention:
+    """Return flash2's plain Triton forward kernel with this tile. It has no backward pass."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
+        options = Options(causal=causal, scale=scale)
+        return dispatch.forward(q.detach(), k.detach(), v.detach(), *options, tiles=PlainTiles(tile, tile, tile))[0]
+
+    return attend

@@ -109,6 +109,20 @@ def plain_traffic(n: int, d: int, tiles: PlainTiles, share: Callable[[int, int],
     return {"forward": round(forward), "backward": round(backward)}
 
 
+def tile_traffic(n: int, d: int, tile: TileConfig, share: float, wgmma: bool) -> dict[str, int]:
+    """Count what flash2's plain forward kernel moves with this tile, through the caches and in shared memory.
+
+    All loads and stores go through L2 and L1: `cached`. Each program stores its tiles of K and V in shared memory:
+    `shared_stored`. A matrix product loads them from there: `shared_loaded`. With wgmma, four warps load a tile
+    together for 64 queries. With mma.sync, each warp loads a tile for its own queries, at least 16.
+    """
+    tiles = PlainTiles(tile, tile, tile)
+    stored = share * ceil(n / tile.queries) * 2 * 2 * n * d
+    readers = ceil(tile.queries / 64) if wgmma else min(tile.warps, ceil(tile.queries / 16))
+    cached = plain_traffic(n, d, tiles, lambda m, n: share)["forward"]
+    return {"cached": cached, "shared_stored": round(stored), "shared_loaded": round(stored * readers)}
+
+
 @cache
 def seen_by(variant: str, n: int) -> Tensor:
     """Return the keys that each query of a causal attention sees with its default settings: (n, n) bool."""
@@ -144,6 +158,18 @@ def sparse_traffic(variant: str, n: int, d: int, arch: str) -> Bytes:
         pieces, more = int((of_keys[:, 1] != 1).sum()), len(of_keys) - len(pattern)
         moved["backward"] += (pieces * 16 + more * 4) * BLOCK * d
     return moved
+
+
+def products(variant: str, pass_: str, fused: bool) -> int | None:
+    """Return how many matrix products of 2 n^2 d FLOPs an attention computes; None for an unknown backward pass.
+
+    Forward: S and O. Backward from stored P: dV, dP, dQ and dK. A fused backward pass also computes S again. flash2's
+    plain kernels compute S and dP twice: for dK and dV, and for dQ.
+    """
+    if pass_ == "forward":
+        return 2
+    backward = {"naive": 4, "fused_softmax": 4, "flash1": 5, "sdpa_flash": 5, "flash2": 5 if fused else 7}
+    return 7 if variant in SPARSE else backward.get(variant)
 
 
 def kernel_traffic(variant: str, causal: bool, n: int, d: int, arch: str) -> Bytes | None:

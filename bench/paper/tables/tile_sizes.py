@@ -3,9 +3,10 @@
 import ctypes
 import statistics
 from collections.abc import Iterator
+from functools import partial
 
 import torch
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure, SubFigure
 from triton.runtime.errors import OutOfResources
 
 from bench.attention.accuracy import Truth, WrongResult, pick, relative_error, truth_of
@@ -13,13 +14,16 @@ from bench.attention.contenders import Inputs, draw_inputs
 from bench.attention.shapes import AttentionShape
 from bench.common.drawing import SMALL, WIDTH, styled
 from bench.common.formatting import rounded, table
+from bench.common.looks import LOOKS
 from bench.common.timing import Gpu, recorded, sampler_of
-from bench.paper.occupancy import WARP, resident_programs
+from bench.paper.attentions import tiled
+from bench.paper.byte_counts import share_of, tile_traffic
+from bench.paper.hbm_counters import counted
+from bench.paper.occupancy import WARP, device_limits, limiting, residency, resident_programs, waves
 from bench.paper.settings import PaperSettings
 from kernels.common import launching as launcher
-from kernels.flash2 import dispatch
-from kernels.flash2.options import Options
-from kernels.flash2.tiles import PlainTiles, TileConfig
+from kernels.common.launching import arch_of
+from kernels.flash2.tiles import TileConfig
 
 TITLE = "The tile sizes of flash2's plain Triton forward kernel"
 SIZES = {"full": (16, 32, 64, 128, 256), "smoke": (16, 32)}
@@ -29,6 +33,13 @@ SHAPES = {
 }
 STAGES = 2
 SAMPLES = {"full": 7, "smoke": 1}
+COUNTERS = {
+    "achieved": "sm__warps_active.avg.pct_of_peak_sustained_active",
+    "l1": "l1tex__t_bytes.sum",
+    "l2": "lts__t_bytes.sum",
+    "shared_loads": "l1tex__data_pipe_lsu_wavefronts_mem_shared_op_ld.sum",
+    "shared_stores": "l1tex__data_pipe_lsu_wavefronts_mem_shared_op_st.sum",
+}
 
 
 def cells(settings: PaperSettings) -> list[dict]:
@@ -41,24 +52,28 @@ def measure(cell: dict, gpu: Gpu, settings: PaperSettings) -> Iterator[dict]:
     data = draw_inputs(shape, gpu.device)
     truth = truth_of(shape, data)
     words = f"{shape.batch} x {shape.heads} heads of {shape.head_dim}, {shape.seq_len:,} tokens"
+    rows, measured = [], []
     for size in SIZES[settings.size]:
         tile = TileConfig(cell["B_r"], size, warps=4 if cell["B_r"] <= 64 else 8, stages=STAGES)
         row = {"B_c": size, "warps": tile.warps, "stages": STAGES, "shape": words, "status": None, "message": None}
         with recorded([row], gpu):
             try:
                 row |= measure_tile(tile, shape, data, truth, gpu, SAMPLES[settings.size])
+                measured.append((row, tile))
             except OutOfResources as error:
                 row.update(status="oom", message=str(error))
-        yield row
+        rows.append(row)
+    calls = [(shape, "triton", "forward", tile) for _, tile in measured]
+    found, reason = counted(calls, list(COUNTERS.values()), settings.timeout_s // 2)
+    for i, (row, _) in enumerate(measured):
+        counters = {key: found[i][metric] for key, metric in COUNTERS.items()} if found else None
+        row |= {"counters": counters, "not_measured": reason}
+    yield from rows
 
 
 def measure_tile(tile: TileConfig, shape: AttentionShape, data: Inputs, truth: Truth, gpu: Gpu, samples: int) -> dict:
     """Return time and resources of the kernel with this tile. Raise WrongResult if its error is too large."""
-    options = Options(causal=shape.causal, scale=shape.head_dim**-0.5)
-
-    def call() -> torch.Tensor:
-        return dispatch.forward(*data[:3], *options, tiles=PlainTiles(tile, tile, tile))[0]
-
+    call = partial(tiled(tile), *data[:3], causal=shape.causal, scale=shape.head_dim**-0.5)
     launcher.compiled_kernels.clear()
     allowed = truth.allowed("flash2")[0]
     error = relative_error(pick(call(), shape.kv_heads, truth.pairs), truth.exact[0])
@@ -67,39 +82,124 @@ def measure_tile(tile: TileConfig, shape: AttentionShape, data: Inputs, truth: T
     sampler, _ = sampler_of(call, gpu)
     ms = statistics.median(sampler.sample(gpu) for _ in range(samples))
     row = {"ms": ms, "tflops": shape.flops("forward") / ms / 1e9, "error": error, "status": "ok"}
+    row["computed"] = computed_bytes(tile, shape, arch_of(data.q.device))
     for kernel in launcher.compiled_kernels.values():  # one; none in Triton's interpreter
-        shared = kernel.metadata.shared
-        blocks = resident_programs(ctypes.CDLL("libcuda.so.1"), kernel.function, WARP * tile.warps, shared)
-        row |= {"registers": kernel.n_regs, "spills": kernel.n_spills, "shared_bytes": shared}
-        row["resident_blocks"] = blocks
+        row |= resources(kernel, tile, shape)
     return row
 
 
+def computed_bytes(tile: TileConfig, shape: AttentionShape, arch: str) -> dict[str, int]:
+    """Return tile_traffic of all heads. On sm_90, Triton multiplies with wgmma if four warps have 64 queries."""
+    n, heads = shape.seq_len, shape.batch * shape.heads
+    share = share_of("flash2", n, tile.queries, tile.keys) if shape.causal else 1.0
+    wgmma = arch == "sm_90" and tile.queries >= 64
+    return {key: heads * count for key, count in tile_traffic(n, shape.head_dim, tile, share, wgmma).items()}
+
+
+def resources(kernel, tile: TileConfig, shape: AttentionShape) -> dict:
+    """Return what a compiled kernel takes, how many of its programs are resident, and why not more."""
+    driver, threads, shared = ctypes.CDLL("libcuda.so.1"), WARP * tile.warps, kernel.metadata.shared
+    limits, blocks = device_limits(driver), resident_programs(driver, kernel.function, threads, shared)
+    grid = shape.batch * shape.heads * -(-shape.seq_len // tile.queries)
+    return {
+        "registers": kernel.n_regs,
+        "spills": kernel.n_spills,
+        "shared_bytes": shared,
+        "resident_blocks": blocks,
+        "limits": residency(kernel.n_regs, shared, threads, limits).by_cause,
+        "occupancy": blocks * threads / limits.threads,
+        "waves": waves(grid, blocks, torch.cuda.get_device_properties().multi_processor_count),
+    }
+
+
 def markdown(rows: list[dict]) -> str:
-    """Return a line for each tile, the fastest in bold."""
+    """Return a line for each tile, the fastest in bold, and the throughput of the memories."""
     best = min((row["ms"] for row in rows if row["status"] == "ok"), default=None)
     lines = []
-    for row in sorted((row for row in rows if "B_c" in row), key=lambda row: (row["B_r"], row["B_c"])):
+    ordered = sorted((row for row in rows if "B_c" in row), key=lambda row: (row["B_r"], row["B_c"]))
+    for row in ordered:
         time = f"{row['ms']:.3f}" if row["status"] == "ok" else "does not fit" if row["status"] == "oom" else "FAILED"
         found = [str(row.get(key, "-")) for key in ("registers", "spills", "shared_bytes", "resident_blocks")]
         tflops = rounded(row["tflops"], 1) if row["status"] == "ok" else "-"
         marked = f"**{time}**" if row.get("ms") == best else time
-        lines.append([str(row["B_r"]), str(row["B_c"]), str(row["warps"]), marked, tflops, *found])
+        lines.append([str(row["B_r"]), str(row["B_c"]), str(row["warps"]), marked, tflops, *found, *limits_text(row)])
     header = ["B_r", "B_c", "warps", "ms", "TFLOP/s", "registers/thread", "spills", "shared bytes/block", "blocks/SM"]
+    header += ["limits: registers, shared memory, warps", "limited by", "occupancy", "waves"]
     shape = next((f"{row['shape']}, " for row in rows if row.get("shape")), "")
-    return (
-        f"{table(header, lines, left=0)}\n\nThe plain Triton kernel of kernels/flash2, forward, causal, {shape}bf16, "
-        f"{STAGES} stages of loads. A tile does not fit if it needs more shared memory than a block can have."
+    note = (
+        f"The plain Triton kernel of kernels/flash2, forward, causal, {shape}bf16, {STAGES} stages of loads. A tile "
+        "does not fit if it needs more shared memory than a block can have. Limits: the blocks that each resource "
+        "allows on a multiprocessor (SM). Occupancy: theoretical, resident warps as a share of the most possible. "
+        "Waves: how often the grid fills the GPU."
     )
+    return "\n\n".join([table(header, lines, left=0), note, *throughput([row for row in ordered if "computed" in row])])
+
+
+def limits_text(row: dict) -> list[str]:
+    """Return the limits by cause, the lowest of them, the theoretical occupancy and the waves, or dashes."""
+    if "limits" not in row:
+        return ["-"] * 4
+    by_cause = ", ".join(str(row["limits"][cause]) for cause in ("registers", "shared memory", "warps"))
+    return [by_cause, limiting(row["limits"]), f"{row['occupancy']:.1%}", f"{row['waves']:.1f}"]
+
+
+def throughput(rows: list[dict]) -> list[str]:
+    """Return a table of GB/s of caches and shared memory: by counters, or else computed; nothing without rows."""
+    if not rows:
+        return []
+    counters = all(row["counters"] for row in rows)
+    lines = []
+    for row in rows:
+        moved = by_counters(row["counters"]) if counters else by_formula(row["computed"])
+        achieved = f"{row['counters']['achieved']:.1f}%" if counters else "-"
+        speeds = [rounded(count / row["ms"] / 1e6, 0) for count in moved]
+        lines.append([str(row["B_r"]), str(row["B_c"]), achieved, *speeds])
+    source = "" if counters else " (computed)"
+    names = "L1", "L2", "shared memory, loads", "shared memory, stores"
+    header = ["B_r", "B_c", "achieved occupancy", *(f"{name}, GB/s{source}" for name in names)]
+    reasons = ", ".join(dict.fromkeys(row["not_measured"] for row in rows if row["not_measured"]))
+    how = (
+        "By the GPU's counters; shared memory counts 128 bytes for each access of a warp by load and store "
+        "instructions, which leaves out what wgmma and TMA move."
+        if counters
+        else f"Computed from the bytes that the algorithm moves (tile_traffic in bench/paper/byte_counts.py) and the "
+        f"measured time. The counters were not read: {reasons}."
+    )
+    return [table(header, lines, left=0), how]
+
+
+def by_counters(found: dict[str, float]) -> list[float]:
+    return [found["l1"], found["l2"], 128 * found["shared_loads"], 128 * found["shared_stores"]]
+
+
+def by_formula(found: dict[str, int]) -> list[int]:
+    return [found["cached"], found["cached"], found["shared_loaded"], found["shared_stored"]]
 
 
 @styled
 def pictures(rows: list[dict], device: str) -> dict[str, Figure]:
-    """Draw the heatmap of times, each tile with its resources."""
+    """Draw the heatmap of times, each tile with its resources, and the times along both sizes of the fastest tile."""
     of_tile = {(row["B_r"], row["B_c"]): row for row in rows if "B_c" in row}
     heights, widths = (sorted({tile[i] for tile in of_tile}) for i in (0, 1))
+    figure = Figure(figsize=(WIDTH, 1.2 * len(heights) + 4.6), layout="constrained")
+    above, below = figure.subfigures(2, 1, height_ratios=(1.2 * len(heights) + 1.4, 3.2))
+    draw_heatmap(above, of_tile, heights, widths, device)
+    done = {tile: row["ms"] for tile, row in of_tile.items() if row["status"] == "ok"}
+    if done:
+        best = min(done, key=done.get)
+        for axes, i, size, other in zip(below.subplots(1, 2), (0, 1), ("B_r", "B_c"), ("B_c", "B_r"), strict=True):
+            points = {tile[i]: ms for tile, ms in sorted(done.items()) if tile[1 - i] == best[1 - i]}
+            axes.plot(list(points), list(points.values()), "o-", color=LOOKS["triton"].colour)
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(list(points), map(str, points))
+            axes.set_ylim(bottom=0)
+            axes.set(xlabel=f"{size}, with {other} = {best[1 - i]}", ylabel="ms")
+            axes.grid(axis="y")
+    return {"": figure}
+
+
+def draw_heatmap(figure: SubFigure, of_tile: dict, heights: list[int], widths: list[int], device: str) -> None:
     times = [[of_tile.get((m, n), {}).get("ms") or float("nan") for n in widths] for m in heights]
-    figure = Figure(figsize=(WIDTH, 1.2 * len(heights) + 1.4), layout="constrained")
     axes = figure.subplots()
     if of_tile:
         image = axes.imshow(times, cmap="viridis_r", norm="log", aspect="auto")
@@ -113,7 +213,6 @@ def pictures(rows: list[dict], device: str) -> dict[str, Figure]:
     axes.set_xticks(range(len(widths)), widths)
     axes.set_yticks(range(len(heights)), heights)
     axes.set(xlabel="B_c, keys of a tile", ylabel="B_r, queries of a tile", title=f"flash2, plain Triton, {device}")
-    return {"": figure}
 
 
 def tile_text(row: dict | None) -> str:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import torch
 
 from bench.paper import byte_counts
+from bench.paper.tables import hbm_traffic
 from kernels.flash2.tiles import PlainTiles, TileConfig, plain_tiles_for
 from model.attention import VARIANTS
 
@@ -88,3 +89,34 @@ def test_the_pieces_of_a_long_list_are_counted():
     whole = byte_counts.plain_traffic(4096, 2, tiles, partial(byte_counts.share_of, "block_sparse", 4096))
     moved = byte_counts.sparse_traffic("block_sparse", 4096, 2, "sm_90")
     assert moved["forward"] == whole["forward"] and moved["backward"] == whole["backward"] + (2 * 16 + 4) * 256
+
+
+def test_a_smaller_tile_of_queries_loads_keys_and_values_more_often():
+    """n = 64, d = 2: K and V are 512 bytes, Q and O too, and the logsumexp 256. Tiles of 16 queries read K and V four
+    times, 3/4 of them under this mask. One warp loads each tile for 16 queries; for 32, two of four warps do."""
+    four, two = (TileConfig(queries, 16, 4, 1) for queries in (16, 32))
+    found = byte_counts.tile_traffic(64, 2, four, 3 / 4, wgmma=False)
+    assert found == {"cached": 3 * 512 + 512 + 256, "shared_stored": 1536, "shared_loaded": 1536}
+    found = byte_counts.tile_traffic(64, 2, two, 1.0, wgmma=False)
+    assert found == {"cached": 2 * 512 + 512 + 256, "shared_stored": 1024, "shared_loaded": 2 * 1024}
+
+
+def test_four_warps_load_a_tile_together_with_wgmma():
+    """128 queries are two groups of 64; with mma.sync, each of eight warps loads for its own 16 queries."""
+    eight = TileConfig(128, 16, 8, 1)
+    loaded = [byte_counts.tile_traffic(128, 2, eight, 1.0, wgmma)["shared_loaded"] for wgmma in (True, False)]
+    assert loaded == [2 * 1024, 8 * 1024]
+
+
+def test_the_products_of_a_backward_pass():
+    names = "naive", "flash1", "flash2", "local"
+    assert [byte_counts.products(name, "backward", fused=True) for name in names] == [4, 5, 5, 7]
+    assert byte_counts.products("flash2", "backward", fused=False) == 7
+
+
+def test_the_law_counts_the_keys_and_values_of_every_tile_of_queries():
+    """It is the whole traffic except Q, O and the logsumexp, for any tile that divides the length."""
+    row = {"batch": 2, "heads": 3, "seq_len": 256}
+    for queries in (16, 64):
+        moved = byte_counts.tile_traffic(256, 64, TileConfig(queries, 64, 4, 1), 1.0, wgmma=False)["cached"]
+        assert hbm_traffic.law(row | {"B_r": queries}) == 6 * (moved - 2 * 2 * 256 * 64 - 4 * 256)
