@@ -59,5 +59,5 @@ def test_without_ncu_the_table_says_so(monkeypatch):
     row = {"paper_bytes": 2_000_000_000, "counted_bytes": None, "sram_bytes": 233_472, "share": 1.0, "causal": False}
     row |= {"ms": 1.5, "status": "ok", "read_bytes": None, "written_bytes": None, "not_measured": "ncu not found"}
     made = hbm_traffic.markdown([empty_row(TINY, "sdpa_flash", "forward") | row])
-    assert "| `sdpa_flash` | forward | 2 x 2 x 33 | 100.0% | 2.00 | - | - | - | 1.500 |" in made
+    assert "| `sdpa_flash` | forward | 2 x 2 x 33 | 100.0% | - | 2.00 | - | - | - | 1.500 |" in made
     assert "M = 228 KiB" in made and "(not measured: ncu not found)" in made
