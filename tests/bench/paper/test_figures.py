@@ -113,7 +113,7 @@ def test_the_full_tables_have_the_cells_of_the_papers():
     assert shapes == set(gpt3_training.PAPER) and len(gpt3_training.cells(FULL)) == 4 * 5
     contexts = [(c["attention"], c["context_length"], c["batch_size"]) for c in gpt2_contexts.cells(FULL)]
     assert contexts == [("fused_softmax", 1024, 32), ("flash2", 1024, 32), ("flash2", 2048, 16), ("flash2", 4096, 8)]
-    assert len(attention_speed.cells(FULL)) == 4 and len(hbm_traffic.cells(FULL)) == 2
+    assert len(attention_speed.cells(FULL)) == 4 and len(hbm_traffic.cells(FULL)) == 3
     every = [cell for name in TABLES for cell in load_table(name).cells(FULL)]
     assert json.loads(json.dumps(every)) == every
 
@@ -186,6 +186,51 @@ def test_tiles_are_listed_with_their_resources_and_the_fastest_is_marked():
     assert "| 64 | 64 | 4 | **1.250** | 100.0 | 168 | 0 | 49152 | 2 |" in made
     assert "| 64 | 128 | 4 | 1.500 |" in made
     assert "| 64 | 256 | 4 | does not fit | - | - | - | - | - |" in made
+    assert "GB/s" not in made, "rows of older releases have no bytes"
+
+
+def test_tiles_have_their_limits_and_the_speed_of_caches_and_shared_memory():
+    """In a millisecond, 10^9 bytes are 1,000 GB/s; an access of a warp to shared memory is 128 bytes."""
+    row = {"B_r": 64, "B_c": 64, "warps": 4, "ms": 1.0, "tflops": 100.0, "status": "ok", "resident_blocks": 4}
+    row |= {
+        "limits": {"registers": 4, "shared memory": 6, "warps": 16, "programs": 32},
+        "occupancy": 0.25,
+        "waves": 15.5,
+    }
+    row["computed"] = {"cached": 10**9, "shared_stored": 2 * 10**9, "shared_loaded": 4 * 10**9}
+    made = tile_sizes.markdown([row | {"counters": None, "not_measured": "ncu not found"}])
+    assert "| 4 | 4, 6, 16 | registers | 25.0% | 15.5 |" in made
+    assert "L2, GB/s (computed)" in made and "| 64 | 64 | - | 1,000 | 1,000 | 4,000 | 2,000 |" in made
+    assert "The counters were not read: ncu not found." in made
+    counters = {"achieved": 23.4, "l1": 3e9, "l2": 2e9, "shared_loads": 10**7, "shared_stores": 5 * 10**6}
+    made = tile_sizes.markdown([row | {"counters": counters, "not_measured": None}])
+    assert "| 64 | 64 | 23.4% | 3,000 | 2,000 | 1,280 | 640 |" in made and "computed)" not in made
+
+
+def test_waves_have_a_panel_and_a_table_of_their_own():
+    """The other tables of that page must not take their rows, which also have heads."""
+    shape = {"grows": grid_scaling.WAVES, "pass": "forward", "batch": 1, "seq_len": 512, "multiprocessors": 132}
+    rows = [
+        shape | {"variant": v, "heads": n, "ms": n / 1e3, "status": "ok"}
+        for v in ("flash1", "flash2")
+        for n in (12, 24)
+    ]
+    made = grid_scaling.markdown(rows)
+    assert "with sequence length 512, batch 1; milliseconds:" in made and "| 24 | 0.0240 | 0.0240 |" in made
+    assert made.count("| 24 |") == 1
+    panel = grid_scaling.pictures(rows, "GPU")[""].axes[-1]
+    assert [list(line.get_xdata()) for line in panel.lines] == [[12, 24]] * 2
+    assert len(grid_scaling.pictures([row | {"status": "failed"} for row in rows], "GPU")[""].axes) == 3
+
+
+def test_the_law_of_l2_is_a_line_through_zero():
+    row = {"batch": 1, "heads": 1, "seq_len": 1024, "B_c": 64, "ms": 1.0, "status": "ok", "l2_bytes": None}
+    rows = [row | {"B_r": n, "l2_computed": 10**9 // n, "not_measured": "ncu not found"} for n in (64, 16, 32)]
+    assert "L2 moves (not measured: ncu not found)" in hbm_traffic.markdown(rows)
+    law, computed = hbm_traffic.pictures(rows, "GPU")[""].axes[0].lines
+    x, y = law.get_xdata(), law.get_ydata()
+    assert (x[0], y[0]) == (0, 0) and y[1:] / x[1:] == pytest.approx([y[-1] * 16] * 3)
+    assert list(computed.get_xdata()) == [1 / 16, 1 / 32, 1 / 64]
 
 
 @pytest.fixture
