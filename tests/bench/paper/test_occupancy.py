@@ -1,11 +1,17 @@
 """The limits of resident programs, compared with numbers worked out by hand and with the driver's own."""
 
-import pytest
+from types import SimpleNamespace
 
+import pytest
+import torch
+
+from bench.attention.shapes import AttentionShape
 from bench.common.results import read_results
 from bench.paper import occupancy
 from bench.paper.occupancy import Limits
+from bench.paper.tables import tile_sizes
 from bench.report.readme import RESULTS
+from kernels.flash2.tiles import TileConfig
 
 HOPPER = Limits(registers=65536, shared_bytes=228 * 1024, reserved_bytes=1024, threads=2048, programs=32)
 
@@ -53,8 +59,25 @@ class Driver:
         programs._obj.value = 2
         return 0 if threads.value == 128 else 1
 
+    def cuDeviceGetAttribute(self, value, number, device):
+        value._obj.value = {106: 32, 111: 1024}[number]
+        return 0
+
 
 def test_resident_programs_come_from_the_driver():
     assert occupancy.resident_programs(Driver(), 0x7F0000001000, 128, 49152) == 2
     with pytest.raises(RuntimeError, match="returned 1"):
         occupancy.resident_programs(Driver(), 0x7F0000001000, 96, 49152)
+
+
+def test_a_tile_has_its_limits_its_occupancy_and_its_waves(monkeypatch):
+    """194 registers allow 2 programs. 2 x 2 heads of 3 tiles are 12 programs; 2 on each of 3 multiprocessors run."""
+    has = {"regs_per_multiprocessor": 65536, "shared_memory_per_multiprocessor": 228 * 1024}
+    has |= {"max_threads_per_multi_processor": 2048, "multi_processor_count": 3}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=0: SimpleNamespace(**has))
+    monkeypatch.setattr(tile_sizes.ctypes, "CDLL", lambda name: Driver())
+    kernel = SimpleNamespace(n_regs=194, n_spills=0, function=0x7F0000001000, metadata=SimpleNamespace(shared=49152))
+    shape = AttentionShape("three tiles", batch=2, seq_len=33, heads=2, head_dim=16)
+    found = tile_sizes.resources(kernel, TileConfig(16, 16, 4, 2), shape)
+    assert found["limits"] == {"registers": 2, "shared memory": 4, "warps": 16, "programs": 32}
+    assert (found["resident_blocks"], found["occupancy"], found["waves"]) == (2, 8 / 64, 2.0)
