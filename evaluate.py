@@ -29,6 +29,7 @@ def evaluate(config: EvaluateConfig) -> None:
     context, stride = window_sizes(config.context_length, config.stride, model.config.context_length)
     documents = config.data.document_mask
     kind = {"head_dim": model.config.head_dim, "dtype": compute.dtype, "dropout_p": 0.0, "documents": documents}
+    kind |= {"groups": model.config.groups}
     check_attention(config.attention, device=compute.device, context_length=context, **kind)
     sizes, file = {"context": context, "stride": stride, "batch": config.batch_size}, tokens.dir / "val.bin"
     options = {"compute": compute, "document_mask": documents, "name": str(file)}

@@ -18,7 +18,13 @@ def sample(config: SampleConfig) -> None:
     model, tokenizer_name = load_model(config.checkpoint, config.attention)
     tokenizer = get_tokenizer(tokenizer_name)
     shape = model.config
-    kind = {"head_dim": shape.head_dim, "dtype": compute.dtype, "dropout_p": 0.0, "sampling": True}
+    kind = {
+        "head_dim": shape.head_dim,
+        "dtype": compute.dtype,
+        "dropout_p": 0.0,
+        "groups": shape.groups,
+        "sampling": True,
+    }
     check_attention(config.attention, device=compute.device, context_length=shape.context_length, **kind)
     prompt = tokenizer.encode(config.prompt) or [tokenizer.eot]
     if max(prompt) >= shape.vocab_size:

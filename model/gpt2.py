@@ -1,6 +1,7 @@
 """GPT-2 (Radford et al., 2019): pre-LayerNorm, learned positions, tanh-GELU, biases everywhere, tied head.
 
-B batch, T sequence, C embedding, H heads, D head size, V vocabulary. Modules are named as in the released weights.
+B batch, T sequence, C embedding, H heads, G key/value heads, D head size, V vocabulary. Modules are named as in the
+released weights.
 """
 
 import math
@@ -45,6 +46,9 @@ class ModelConfig:
     """Transformer blocks."""
     n_head: int = 12
     """Attention heads; n_embd must be a multiple of n_head."""
+    n_kv_head: int | None = None
+    """Heads of keys and values. n_head / n_kv_head query heads share each of them; 1 is multi-query attention. null is
+    n_head: a head of keys and values for each query head."""
     n_embd: int = 768
     """Width of the residual stream."""
     context_length: int = 1024
@@ -66,6 +70,12 @@ class ModelConfig:
                 f"model.n_embd={self.n_embd} is not a multiple of model.n_head={self.n_head}; give a multiple, such as "
                 f"{max(1, round(self.n_embd / self.n_head)) * self.n_head}"
             )
+        if self.n_kv_head is not None and (self.n_kv_head < 1 or self.n_head % self.n_kv_head):
+            *others, last = [str(heads) for heads in range(1, self.n_head + 1) if self.n_head % heads == 0]
+            raise UserError(
+                f"model.n_kv_head={self.n_kv_head} does not divide model.n_head={self.n_head}; use "
+                f"{', '.join(others)}{' or ' if others else ''}{last}"
+            )
         check_rate("model.dropout", self.dropout)
 
     @property
@@ -73,20 +83,29 @@ class ModelConfig:
         return self.n_embd // self.n_head
 
     @property
+    def kv_heads(self) -> int:
+        return self.n_head if self.n_kv_head is None else self.n_kv_head
+
+    @property
+    def groups(self) -> int:
+        """Query heads that share a head of keys and values."""
+        return self.n_head // self.kv_heads
+
+    @property
     def padded_vocab_size(self) -> int:
         return math.ceil(self.vocab_size / PAD_VOCABULARY_TO) * PAD_VOCABULARY_TO
 
 
 class KeyValueCache:
-    """Keys and values of the tokens so far, (B, context_length, H, D) per layer, filled from the front."""
+    """Keys and values of the tokens so far, (B, context_length, G, D) per layer, filled from the front."""
 
     def __init__(self, config: ModelConfig, batch: int, device: torch.device, dtype: torch.dtype):
-        shape = (config.n_layer, 2, batch, config.context_length, config.n_head, config.head_dim)
+        shape = (config.n_layer, 2, batch, config.context_length, config.kv_heads, config.head_dim)
         self.kv = torch.empty(shape, device=device, dtype=dtype)
         self.length = 0
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store this layer's new keys and values (B, T, H, D) and return all of them so far."""
+        """Store this layer's new keys and values (B, T, G, D) and return all of them so far."""
         stop = self.length + k.shape[1]
         self.kv[layer, 0, :, self.length : stop] = k
         self.kv[layer, 1, :, self.length : stop] = v
@@ -121,8 +140,8 @@ class Branch(nn.Module):
 class SelfAttention(Branch):
     def __init__(self, config: ModelConfig, attention: Attention, layer: int):
         super().__init__()
-        self.n_head, self.layer, self.attention = config.n_head, layer, attention
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
+        self.heads, self.layer, self.attention = (config.n_head, config.kv_heads), layer, attention
+        self.c_attn = nn.Linear(config.n_embd, (config.n_head + 2 * config.kv_heads) * config.head_dim)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
         self.dropout = nn.Dropout(config.dropout)
 
@@ -130,14 +149,14 @@ class SelfAttention(Branch):
         """Return the stream plus the attention of x, the stream's LayerNorm; all are (B, T, C)."""
         B, T, C = x.shape
         # A single query is the last token, which sees all keys.
-        options = {"causal": T > 1, "scale": 1 / math.sqrt(C // self.n_head)}
+        options = {"causal": T > 1, "scale": 1 / math.sqrt(C // self.heads[0])}
         options["dropout_p"] = self.dropout.p if self.training else 0.0
         if cu_seqlens is not None:
             options["cu_seqlens"] = cu_seqlens
         if cache is None:
-            y = self.attention.projected(x, self.c_attn, self.n_head, **options)
+            y = self.attention.projected(x, self.c_attn, *self.heads, **options)
         else:
-            q, k, v = split_projection(self.c_attn(x), self.n_head).unbind(2)
+            q, k, v = split_projection(self.c_attn(x), *self.heads)
             y = self.attention(q, *cache.extend(self.layer, k, v), **options)
         return self.end(partial(linear, y.reshape(B, T, C), self.c_proj.weight), stream)
 

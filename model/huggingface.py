@@ -101,7 +101,13 @@ def with_sizes(model: ModelConfig, sizes: Mapping, longest: int, source: str | P
             f"model.context_length={model.context_length} exceeds the {longest} positions of "
             f"model.pretrained={source}; set model.context_length={longest} or less"
         )
-    return replace(model, **{key: sizes[key] for key in SIZES})
+    kv_heads = sizes.get("n_kv_head")  # Hugging Face's GPT-2 always has n_head.
+    if model.n_kv_head not in (None, kv_heads or sizes["n_head"]):
+        raise UserError(
+            f"model.n_kv_head={model.n_kv_head} contradicts the {kv_heads or sizes['n_head']} key heads of "
+            f"model.pretrained={source}; leave model.n_kv_head out"
+        )
+    return replace(model, n_kv_head=kv_heads, **{key: sizes[key] for key in SIZES})
 
 
 def load_pretrained(model: GPT2, folder: Path) -> None:
@@ -144,6 +150,11 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
 
 def save_pretrained(config: ModelConfig, weights: dict[str, Tensor], folder: Path, eot: int) -> None:
     """Write what GPT2LMHeadModel.from_pretrained reads, for generate() too; `eot` is the end-of-text token."""
+    if config.groups > 1:
+        raise UserError(
+            f"model.n_kv_head={config.n_kv_head} is below model.n_head={config.n_head}, which Hugging Face's GPT-2 "
+            "cannot hold; use sample.py and evaluate.py, or train with model.n_kv_head=null"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     weights = weights | {"wte.weight": weights["wte.weight"][: config.vocab_size]}
     weights = {

@@ -16,7 +16,7 @@ from errors import UserError
 from model.attention import AttentionConfig, build_attention, check_attention
 from model.gpt2 import GPT2, ModelConfig
 from trainer.checkpoint.files import State
-from trainer.checkpoint.load import SHAPE, check_resumable, of_this_version
+from trainer.checkpoint.load import check_resumable, of_this_version, sizes_of
 from trainer.config import TrainConfig
 from trainer.flops import model_flops_per_token, peak_flops
 from trainer.folders import link_latest
@@ -41,7 +41,7 @@ def run_shape(shape: ModelConfig, tokens: TokenSet, resumed: State | None) -> Mo
     """Return the model's shape with everything that the data, pretrained weights or a checkpoint decide."""
     if shape.pretrained is not None and resumed:  # the checkpoint has the weights; their first source may be gone
         with of_this_version(resumed):
-            shape = replace(shape, **{key: resumed["model_config"][key] for key in SHAPE if key != "context_length"})
+            shape = replace(shape, **sizes_of(resumed["model_config"]) | {"context_length": shape.context_length})
     elif shape.pretrained is not None:
         shape = read_shape(shape.pretrained, shape, tokens.tokenizer)
     if shape.vocab_size is None:
@@ -69,7 +69,7 @@ def build_model(
 ) -> GPT2:
     """Return the model on its device, with random or pretrained weights. A resumed run loads its own weights later."""
     kind = {"head_dim": shape.head_dim, "dtype": compute.dtype, "dropout_p": shape.dropout, "documents": document_mask}
-    kind |= {"context_length": shape.context_length, "sampling": settings.sample_tokens > 0}
+    kind |= {"context_length": shape.context_length, "groups": shape.groups, "sampling": settings.sample_tokens > 0}
     check_attention(attention, device=compute.device, **kind)
     torch.manual_seed(settings.seed)
     model = GPT2(shape, build_attention(attention), settings.activation_checkpointing)

@@ -37,7 +37,7 @@ def describe(
         "model": [
             f"{count(sum(p.numel() for p in model.parameters()))} parameters",
             f"{shape.n_layer} layers x {shape.n_embd}",
-            f"{shape.n_head} heads",
+            f"{shape.n_head} heads" + (f" on {shape.kv_heads} key heads" if shape.groups > 1 else ""),
             f"context {shape.context_length:,}",
             f"{attention.name}{_detail(attention, compute)} attention",
             compute.precision,

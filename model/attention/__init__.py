@@ -75,12 +75,14 @@ def check_attention(
     dropout_p: float,
     device: torch.device,
     context_length: int,
+    groups: int = 1,
     documents: bool = False,
     sampling: bool = False,
 ) -> None:
     """Run the variant on a few tokens, to find out before training what it cannot do.
 
-    It runs forward and backward, and if `sampling` is asked for, once with a single query.
+    `groups` is the number of query heads that share a head of keys and values. The variant runs forward and backward,
+    and if `sampling` is asked for, once with a single query.
     """
     attention = build_attention(config)
     attention.check_length(context_length)
@@ -88,21 +90,25 @@ def check_attention(
     for keyword, is_asked, remedy in asked:
         if is_asked and keyword not in attention.keywords:
             raise UserError(f"{config} does not accept {keyword}; set {remedy} or use attention=flash2")
-    qkv = torch.randn(1, 64, 3, 2, head_dim, device=device, dtype=dtype, requires_grad=True)
+    heads, kv_heads = 2 * groups, 2
+    packed = torch.randn(1, 64, (heads + 2 * kv_heads) * head_dim, device=device, dtype=dtype, requires_grad=True)
     options = {"causal": True, "scale": 1.0, "dropout_p": dropout_p}
     if documents:
         options["cu_seqlens"] = torch.tensor([0, 9, 64], dtype=torch.int32, device=device)
-    task = f"run on {device.type} with head_dim {head_dim}, {dtype}, dropout {dropout_p} and data.document_mask="
-    task, remedy = task + str(documents).lower(), attention.remedy
+    shared = f"{groups} query heads per key head, " if groups > 1 else ""
+    task = f"run on {device.type} with head_dim {head_dim}, {shared}{dtype}, dropout {dropout_p} and "
+    task, remedy = f"{task}data.document_mask={str(documents).lower()}", attention.remedy
+    if shared and config.name not in BUILT_IN:  # which all share heads
+        remedy += ", such as naive, sdpa or flash2, or set model.n_kv_head=null"
     try:
-        out = _run_once(attention, *qkv.unbind(2), **options)
+        out = _run_once(attention, *split_projection(packed, heads, kv_heads), **options)
         if not out.requires_grad:
             raise ValueError("the output has no gradient; wrap a kernel in torch.autograd.Function")
         out.backward(torch.ones_like(out))
         if sampling:
             task = "sample with one query, 64 keys and causal=False"
             remedy += ", or train with train.sample_tokens=0"
-            q, k, v = qkv.detach().unbind(2)
+            q, k, v = split_projection(packed.detach(), heads, kv_heads)
             _run_once(attention, q[:, -1:], k, v, causal=False, scale=1.0)
     except attention.refusals as error:
         if is_of_memory(error):  # the remedies are others

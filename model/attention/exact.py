@@ -13,7 +13,7 @@ from kernels.flash2 import flash2, flash2_packed
 from kernels.fused_softmax import LONGEST_ROW, fused_softmax
 from kernels.linear import linear
 from kernels.naive.definition import same_document, standard_attention, visible
-from model.attention.protocol import Attention, AttentionConfig, split_projection
+from model.attention.protocol import Attention, AttentionConfig
 
 SDPA_BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -79,12 +79,15 @@ class Flash2(Attention):
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
         return flash2(q, k, v, deterministic=self.deterministic, **options)
 
-    def projected(self, x: Tensor, projection: nn.Linear, heads: int, **options) -> Tensor:
+    def projected(self, x: Tensor, projection: nn.Linear, heads: int, kv_heads: int, **options) -> Tensor:
         """Pass the packed projection to the kernel.
 
-        The backward pass then writes the gradients of q, k and v into one tensor and sums them for the bias.
+        The backward pass then writes the gradients of q, k and v into one tensor and sums them for the bias. The packed
+        form has no grouped heads, so these take the three parts.
         """
-        qkv = split_projection(linear(x, projection.weight, projection.bias.detach()), heads)
+        if kv_heads != heads:
+            return super().projected(x, projection, heads, kv_heads, **options)
+        qkv = linear(x, projection.weight, projection.bias.detach()).unflatten(2, (3, heads, -1))
         return flash2_packed(qkv, bias=projection.bias, deterministic=self.deterministic, **options)
 
 

@@ -45,10 +45,9 @@ class Attention:
         """
         raise NotImplementedError
 
-    def projected(self, x: Tensor, projection: nn.Linear, heads: int, **options) -> Tensor:
+    def projected(self, x: Tensor, projection: nn.Linear, heads: int, kv_heads: int, **options) -> Tensor:
         """Project x (batch, seq, C) to q, k and v, and return their attention (batch, seq, heads, head_dim)."""
-        qkv = split_projection(linear(x, projection.weight, projection.bias), heads)
-        return self(*qkv.unbind(2), **options)
+        return self(*split_projection(linear(x, projection.weight, projection.bias), heads, kv_heads), **options)
 
     def kept_share(self, seq_len: int) -> float:
         """Return the share of the causal pairs of seq_len tokens that the variant computes."""
@@ -62,9 +61,10 @@ class Attention:
         return first_line(error)
 
 
-def split_projection(projected: Tensor, heads: int) -> Tensor:
-    """Return (batch, seq, 3 C) as (batch, seq, 3, heads, head_dim)."""
-    return projected.unflatten(2, (3, heads, -1))
+def split_projection(projected: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q (batch, seq, heads, head_dim), k and v (batch, seq, kv_heads, head_dim) as views of a projection."""
+    sizes = heads, kv_heads, kv_heads
+    return projected.unflatten(2, (sum(sizes), -1)).split(sizes, dim=2)
 
 
 @dataclass

@@ -12,7 +12,15 @@ from trainer.checkpoint.folder import candidates, find, read_checked
 from trainer.checkpoint.sharded import read_parts
 from trainer.distributed.world import World, is_of_submitit, restarts, started
 
-SHAPE = ("context_length", "n_layer", "n_head", "n_embd", "vocab_size")  # a resumed run cannot change these
+SHAPE = ("context_length", "n_layer", "n_head", "n_kv_head", "n_embd", "vocab_size")
+"""The sizes of a model that a resumed run cannot change."""
+
+
+def sizes_of(model_config: dict[str, object]) -> dict[str, object]:
+    """Return the sizes in SHAPE. Checkpoints from before n_kv_head have n_head key heads."""
+    return {key: model_config[key] for key in SHAPE if key != "n_kv_head"} | {
+        "n_kv_head": model_config.get("n_kv_head") or model_config["n_head"]
+    }
 
 
 def load(source: str | Path, key: str = "checkpoint", tell: Callable[[str], None] = print, whole: bool = True) -> State:
@@ -92,10 +100,10 @@ def check_resumable(state: State, shape: dict[str, object], tokenizer: str) -> N
             f"data of the {state['tokenizer']} tokenizer"
         )
     with of_this_version(state):
-        saved = {key: state["model_config"][key] for key in SHAPE}
-    if differing := next((key for key in SHAPE if saved[key] != shape[key]), None):
+        saved, asked = sizes_of(state["model_config"]), sizes_of(shape)
+    if differing := next((key for key in SHAPE if saved[key] != asked[key]), None):
         raise UserError(
-            f"model.{differing}={shape[differing]}, but checkpoint.resume={source} has {saved[differing]}; set "
+            f"model.{differing}={asked[differing]}, but checkpoint.resume={source} has {saved[differing]}; set "
             f"model.{differing}={saved[differing]}"
         )
 

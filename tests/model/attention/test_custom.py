@@ -251,7 +251,7 @@ def test_a_compiled_model_gives_the_gradients_of_the_eager_one(function, checkpo
     """Also if the graph breaks in the function."""
     attend = Custom("untraceable", untraceable) if function == "untraceable" else build_attention(custom())
     torch.manual_seed(0)
-    model = GPT2(ModelConfig(2, 2, 32, 32, 64), attend, checkpointing)
+    model = GPT2(ModelConfig(n_layer=2, n_head=2, n_embd=32, context_length=32, vocab_size=64), attend, checkpointing)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.2)
     tokens = torch.randint(64, (2, 33))

@@ -128,7 +128,7 @@ def test_the_deterministic_switch_reaches_the_operator_and_follows_torch_unless_
     x, projection = torch.randn(1, 9, 32), torch.nn.Linear(32, 96)
 
     def step(config: AttentionConfig) -> None:
-        build_attention(config).projected(x, projection, 2, causal=True, scale=0.25).sum().backward()
+        build_attention(config).projected(x, projection, 2, 2, causal=True, scale=0.25).sum().backward()
 
     step(Flash2Config(deterministic=True))
     step(Flash2Config())

@@ -23,10 +23,10 @@ SHAPE = ModelConfig(n_layer=1, n_head=2, n_embd=32, context_length=8, vocab_size
 
 
 @contextmanager
-def training(seed: int, loader_seed: int = 5) -> Iterator[TrainState]:
+def training(seed: int, loader_seed: int = 5, n_kv_head: int | None = None) -> Iterator[TrainState]:
     """Yield the state of a small model with dropout. Its loss is scaled, so that the scaler has a state."""
     torch.manual_seed(seed)
-    model = GPT2(SHAPE, build_attention(NaiveConfig())).train()
+    model = GPT2(replace(SHAPE, n_kv_head=n_kv_head), build_attention(NaiveConfig())).train()
     tokens = (np.arange(300) * 7 % 65).astype(np.uint16)
     with TrainLoader(
         tokens, batch_size=2, context_length=8, seed=loader_seed, device="cpu", vocab_size=65, name="train.bin"
@@ -61,15 +61,16 @@ def flat(value, path: str = "") -> dict[str, object]:
     return {path: value}
 
 
-def test_a_resumed_run_has_the_same_state_and_continues_to_the_bit(tmp_path):
-    with training(seed=1) as first:
+@pytest.mark.parametrize("n_kv_head", [None, 1])
+def test_a_resumed_run_has_the_same_state_and_continues_to_the_bit(tmp_path, n_kv_head):
+    with training(seed=1, n_kv_head=n_kv_head) as first:
         advance(first, 5)
         first.best_loss, first.skipped = 2.5, 3
         saved = flat(first.state_dict())
         SingleFileStore(tmp_path, keep=1).save(first.state_dict())
         uninterrupted = advance(first, 4)
         final = flat(first.state_dict())
-    with training(seed=2) as second:
+    with training(seed=2, n_kv_head=n_kv_head) as second:
         second.load_state_dict(load(tmp_path))
         assert flat(second.state_dict()) == saved
         assert advance(second, 4) == uninterrupted

@@ -21,6 +21,9 @@ from trainer.precision import Compute
 pytest_plugins = ["tests.e2e"]
 
 
+SHAPE = ModelConfig(n_layer=2, n_head=1, n_embd=8, context_length=8, vocab_size=11)
+
+
 @pytest.fixture
 def group() -> Iterator[None]:
     """Start a process group with one process."""
@@ -31,7 +34,7 @@ def group() -> Iterator[None]:
 
 def test_gradients_are_exchanged_once_for_all_micro_steps(group):
     sent, tokens = [], torch.zeros((1, 8), dtype=torch.int64)
-    model = GPT2(ModelConfig(1, 1, 8, 8, 11), build_attention(SdpaConfig()))
+    model = GPT2(SHAPE, build_attention(SdpaConfig()))
     model = data_parallel(model, World(parallel="ddp"))
     for i in range(4):
         synchronise_gradients(model, wanted=i == 3)
@@ -44,7 +47,7 @@ def test_gradients_are_exchanged_once_for_all_micro_steps(group):
 @pytest.mark.filterwarnings("error::UserWarning")
 def test_fsdp_does_not_warn_of_views_that_blocks_return(group):
     compute = Compute(torch.device("cpu"), torch.float32, World(parallel="fsdp"))
-    model = shard(GPT2(ModelConfig(2, 1, 8, 8, 11), build_attention(SdpaConfig())), compute, False)
+    model = shard(GPT2(SHAPE, build_attention(SdpaConfig())), compute, False)
     tokens = torch.zeros((1, 8), dtype=torch.int64)
     model(tokens, tokens)
 
