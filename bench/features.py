@@ -1,4 +1,4 @@
-"""Measure what flash2 can do besides plain attention: speed, sparsity, errors and memory.
+"""Measure what flash2 can do besides plain attention: speed, sparsity, errors, memory, and training with grouped heads.
 
 Examples:
   python -m bench.features                                   all parts; writes bench/results/<gpu>/features.json
@@ -7,11 +7,13 @@ Examples:
 `speed` is the plain case's time over the feature's; the two are sampled in turn. `kept` is the share of the 128 x 128
 blocks under the diagonal that a pattern keeps or a window touches. Errors are relative to fp64 in the Frobenius norm,
 beside the errors of torch's flash backend. The inputs are normal, give scores up to 1e4, or let queries see one key.
+`key_heads` takes training steps of gpt2, not compiled, with 12, 4 and 1 heads of keys and values. The models are timed
+in turn. `cache_mib` is the key/value cache of one sequence in bf16 when sampling.
 """
 
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -24,11 +26,14 @@ from bench.attention.shapes import HIDDEN, TOKENS
 from bench.common.command_line import check_choice, check_output_file, check_positive, launch
 from bench.common.results import environment, results_folder, write
 from bench.common.timing import Gpu, median_milliseconds
+from bench.training.trainers import DTYPE, Trainer, TrainingCell, ours
 from errors import UserError
 from kernels.flash2 import flash2
 from kernels.flash2.block_lists import BLOCK, butterfly, listed
 from kernels.naive.definition import standard_attention
 from model.attention import Sdpa
+from model.gpt2 import KeyValueCache
+from trainer.meters import GIB
 
 PASSES = "forward", "both"
 HEAD_DIMS = 64, 128
@@ -40,6 +45,9 @@ MEMORY_HEADS = 8
 WINDOW = DOCUMENT = 1024
 SPARSE_LENGTH, SPARSE_PARTS, SPARSE_WINDOWS = 16384, (2, 4, 8, 16), (16383, 8192, 4096, 2048, 1024)
 GROUP = 4  # query heads to a key/value head
+KEY_HEADS = 12, 4, 1  # of gpt2's 12 query heads
+KEY_HEADS_CELL = TrainingCell("gpt2", 8192, batches=(8,))
+KEY_HEADS_STEPS = 4  # of a sample
 Inputs = tuple[Tensor, ...]
 
 
@@ -159,7 +167,38 @@ def memory_rows(gpu: Gpu, rounds: int) -> Iterator[dict]:
         yield row | {"bytes_per_query_and_head": extra / seq_len / MEMORY_HEADS}
 
 
-PARTS = {"speed": speed_rows, "sparsity": sparsity_rows, "errors": error_rows, "memory": memory_rows}
+def key_head_rows(gpu: Gpu, rounds: int) -> Iterator[dict]:
+    """Yield memory and speed of training steps per number of key heads. The first two steps come before the timing."""
+    cell, trainer, rows, jobs = KEY_HEADS_CELL, Trainer("ours", "flash2", compiled=False), [], []
+    [batch] = cell.batches
+    for n_kv_head in KEY_HEADS:
+        job = ours(replace(cell, n_kv_head=n_kv_head), trainer, gpu.device)
+        job.step(batch)
+        peak, shape = gpu.peak(partial(job.step, batch)), job.model.config
+        job.park()
+        gpu.release()
+        row = {"trainer": "ours", "model": cell.model, "context_length": cell.context_length, "batch_size": batch}
+        row |= {"attention": "flash2", "compiled": False, "n_head": shape.n_head, "n_kv_head": n_kv_head}
+        cache = KeyValueCache(shape, 1, torch.device("meta"), DTYPE).kv.nbytes
+        parameters = sum(p.numel() for p in job.model.parameters())
+        rows.append(row | {"parameters": parameters, "peak_gib": peak / GIB, "cache_mib": cache / 2**20, "samples": []})
+        jobs.append(job)
+    for row, job in [*zip(rows, jobs, strict=True)] * rounds:
+        with job.alone():
+            row["samples"].append(gpu.milliseconds(partial(job.step, batch), KEY_HEADS_STEPS, spin_ms=0))
+        gpu.release()
+    for row in rows:
+        ms = statistics.median(row["samples"])
+        yield row | {"ms": ms, "tokens_per_second": 1000 * batch * cell.context_length / ms}
+
+
+PARTS = {
+    "speed": speed_rows,
+    "sparsity": sparsity_rows,
+    "errors": error_rows,
+    "memory": memory_rows,
+    "key_heads": key_head_rows,
+}
 
 
 @dataclass
@@ -167,7 +206,7 @@ class FeatureSettings:
     """What `python -m bench.features` reads."""
 
     only: str | None = None
-    """One part: speed, sparsity, errors or memory. It is written only if out is given."""
+    """One part: speed, sparsity, errors, memory or key_heads. It is written only if out is given."""
     rounds: int = 10
     """Samples of each call."""
     out: Path | None = None

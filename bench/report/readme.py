@@ -231,6 +231,29 @@ def sparsity_table(results: Path) -> str:
     return f"{table([*header, 'both passes'], lines)}\n\n{caption(file)}"
 
 
+def key_heads_table(results: Path) -> str:
+    """Return memory and speed by the number of key heads, from `bench.features only=key_heads` on any GPU."""
+    lines, captions = [], []
+    for path in sorted(results.parent.glob("*/key_heads.json")):
+        file = read_results(path)
+        captions.append(caption(file))
+        for row in file["key_heads"]:
+            what = f"{row['model']}, {length_text(row['context_length'])}", str(row["n_kv_head"])
+            sizes = f"{row['parameters'] / 1e6:.1f} M", f"{at_most(row['cache_mib'], 0)} MiB"
+            speed, memory = at_least(row["tokens_per_second"], 0), f"{at_most(row['peak_gib'], 1)} GiB"
+            lines.append([*what, *sizes, str(row["batch_size"]), memory, speed])
+    header = [
+        "model, context",
+        "key heads",
+        "parameters",
+        "cache of a sequence",
+        "micro-batch",
+        "peak memory",
+        "tokens/s",
+    ]
+    return f"{table(header, lines)}\n\n{' '.join(captions)}".strip()
+
+
 def scaling_table(results: Path) -> str:
     """Return the speed on several GPUs relative to one, from the runs of bench.scaling beside `results`."""
     lines, captions = [], []
@@ -256,6 +279,7 @@ TABLE_OF = {
     "optimizer-rates": lambda _: optimizers_table("optimizer-rates"),
     "fits": fits_table,
     "sparsity": sparsity_table,
+    "key-heads": key_heads_table,
     "scaling": scaling_table,
     **{f"paper-{name}": partial(paper_table, name) for name in PAPER},
 }

@@ -43,7 +43,10 @@ def empty_row(cell: TrainingCell, trainer: Trainer, batch: int) -> dict:
 def complete(row: dict, cell: TrainingCell, ms: float) -> None:
     """Fill in the speeds of a step of `ms` milliseconds. All trainers use our model's count of FLOPs."""
     shape = cell.shape()
-    count = shape.n_layer * (12 * shape.n_embd**2 + 13 * shape.n_embd) + (shape.padded_vocab_size + 2) * shape.n_embd
+    width, projected = shape.n_embd, shape.n_embd + 2 * shape.kv_heads * shape.head_dim
+    count = (
+        shape.n_layer * (projected * (width + 1) + 9 * width**2 + 10 * width) + (shape.padded_vocab_size + 2) * width
+    )
     flops = model_flops_per_token(count, shape.n_layer, shape.n_embd, cell.context_length)
     speed = row["batch_size"] * cell.context_length / ms * 1000
     peak = peak_flops(torch.cuda.get_device_name(), DTYPE) if torch.cuda.is_available() else None

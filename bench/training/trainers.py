@@ -48,6 +48,8 @@ class TrainingCell:
     batches: tuple[int, ...]
     activation_checkpointing: str = "none"
     """Only ours uses it. The peers have no activation checkpointing."""
+    n_kv_head: int | None = None
+    """Heads of keys and values; null is n_head. Only ours can have fewer."""
 
     @property
     def name(self) -> str:
@@ -58,7 +60,7 @@ class TrainingCell:
         files = {file.stem: file for file in (ROOT / "conf" / "model").glob("*.yaml")}
         check_choice("model", self.model, sorted(files))
         shape = ModelConfig(**OmegaConf.load(files[self.model]))
-        return replace(shape, context_length=self.context_length, vocab_size=VOCABULARY)
+        return replace(shape, context_length=self.context_length, vocab_size=VOCABULARY, n_kv_head=self.n_kv_head)
 
     def sizes(self) -> dict[str, int]:
         """Return the sizes that have the same name in all trainers."""

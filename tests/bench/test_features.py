@@ -3,6 +3,7 @@
 import pytest
 
 from bench import features
+from bench.training.trainers import TrainingCell
 from tests.bench.stopwatch import Stopwatch
 
 
@@ -57,3 +58,13 @@ def test_scores_reach_ten_thousand():
 
 def test_memory_is_counted_per_call():
     assert [row["seq_len"] for row in features.memory_rows(Stopwatch(), rounds=1)] == [32, 64]
+
+
+def test_grouped_heads_have_fewer_parameters_and_a_smaller_cache(monkeypatch):
+    """gpt2-nano: 4 heads of 32, 4 layers and a width of 128. The times are 2 ms, 4 ms and 6 ms, in turn."""
+    monkeypatch.setattr(features, "KEY_HEADS", (4, 2, 1))
+    monkeypatch.setattr(features, "KEY_HEADS_CELL", TrainingCell("gpt2-nano", 32, batches=(2,)))
+    rows = list(features.key_head_rows(Stopwatch([2.0, 4.0, 6.0] * 2), rounds=2))
+    assert [row["tokens_per_second"] for row in rows] == pytest.approx([32_000, 16_000, 64_000 / 6])
+    assert [rows[0]["parameters"] - row["parameters"] for row in rows] == [0, *(4 * 2 * n * 32 * 129 for n in (2, 3))]
+    assert [row["cache_mib"] * 2**20 for row in rows] == [4 * 2 * 32 * heads * 32 * 2 for heads in (4, 2, 1)]
