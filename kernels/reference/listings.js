@@ -1,13 +1,15 @@
 "use strict";
 
 /*
-The papers' listings. A line is [number, depth, text]; _ begins a subscript and ^ a superscript. `hbm` names the
-matrices in HBM, and `chip` those on the chip with their shapes. `elements` is the closed formula of the traffic.
+The papers' listings. A line is [number, depth, text]; _ begins a subscript and ^ a superscript. `differs` says how the
+listing differs from the paper's; the line numbers are the paper's. `hbm` names the matrices in HBM, and `chip` those on
+the chip with their shapes. `elements` is the closed formula of the traffic.
 */
 
 const LISTINGS = {
   "flash1 forward": {
     title: "FlashAttention, Algorithm 1",
+    differs: "The steps are the paper's. Its Algorithm 2 adds scale, mask and dropout.",
     hbm: ["Q", "K", "V", "O", "l", "m"],
     chip: {
       "Q_i": "rd", "K_j": "cd", "V_j": "cd", "S_ij": "rc", "m̃_ij": "r1", "P̃_ij": "rc", "l̃_ij": "r1",
@@ -37,6 +39,9 @@ const LISTINGS = {
 
   "flash1 backward": {
     title: "FlashAttention, Algorithm 4",
+    differs:
+      "The page leaves out dropout (lines 1, 14, 15 and 18), the mask of line 12 and the scale τ of lines 11, 21 and " +
+      "22. In lines 16 and 17, P_ij and dP_ij stand for the paper's dropped matrices.",
     hbm: ["Q", "K", "V", "O", "dO", "l", "m", "dQ", "dK", "dV"],
     chip: {
       "Q_i": "rd", "K_j": "cd", "V_j": "cd", "O_i": "rd", "dO_i": "rd", "l_i": "r1", "m_i": "r1", "S_ij": "rc",
@@ -73,6 +78,9 @@ const LISTINGS = {
 
   "flash2 forward": {
     title: "FlashAttention-2, Algorithm 1",
+    differs:
+      "The steps are the paper's. It counts the states of m, l and O by j; here, the new maximum is m_i^new. Some copies " +
+      "of the paper have the inverse of the diagonal matrix in line 10, which is a misprint.",
     hbm: ["Q", "K", "V", "O", "L"],
     chip: {
       "Q_i": "rd", "K_j": "cd", "V_j": "cd", "S_ij": "rc", "P̃_ij": "rc", "m_i": "r1", "m_i^new": "r1", "l_i": "r1",
@@ -107,6 +115,9 @@ const LISTINGS = {
 
   "flash2 backward": {
     title: "FlashAttention-2, Algorithm 2",
+    differs:
+      "The paper's line 9 also loads O_i and dQ_i. But the loop does not use O_i, and line 15 loads dQ_i. So the page " +
+      "loads O_i only in line 4 and dQ_i only in line 15, and counts these bytes once.",
     hbm: ["Q", "K", "V", "O", "dO", "L", "D", "dQ", "dK", "dV"],
     chip: {
       "Q_i": "rd", "K_j": "cd", "V_j": "cd", "O_i": "rd", "dO_i": "rd", "L_i": "r1", "D_i": "r1", "S_ij": "rc",
@@ -123,7 +134,7 @@ const LISTINGS = {
       [4, 0, "Compute D = rowsum(dO ∘ O) and write D to HBM"],
       [5, 0, "for 1 ≤ j ≤ T_c do"],
       [6, 1, "Load K_j, V_j from HBM to on-chip SRAM"],
-      [7, 1, "Initialize dK_j = 0, dV_j = 0 on SRAM"],
+      [7, 1, "Initialize dK_j = 0, dV_j = 0 on chip"],
       [8, 1, "for 1 ≤ i ≤ T_r do"],
       [9, 2, "Load Q_i, dO_i, L_i, D_i from HBM to on-chip SRAM"],
       [10, 2, "On chip, compute S_ij = Q_i K_j^T"],

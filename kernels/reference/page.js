@@ -121,6 +121,7 @@ function drawListing(listing, line, tile) {
     return item;
   });
   $("#listing").replaceChildren(...items);
+  $("#differs").replaceChildren(...typeset(`${listing.differs} A causal mask hides scores when S is computed.`));
   const text = listing.lines.find(([number]) => number === line)?.[2];
   const at = ["i", "j"].filter((letter) => tile[letter]).map((letter) => `${letter} = ${tile[letter].index}`);
   const where = at.length && text && !text.startsWith("Return") ? ` (${at.join(", ")})` : "";

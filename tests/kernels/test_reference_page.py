@@ -1,7 +1,9 @@
 """The interactive page in headless Chromium: its numbers and its bytes, compared with algorithms.py and bench/paper."""
 
 import itertools
+import json
 import math
+import re
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -181,6 +183,59 @@ def test_the_first_tile_on_the_chip(page):
     page.keyboard.press("ArrowRight")
     assert page.locator("#hbm [data-name=O] tr.moved").count() == 2
     assert bytes_shown(page)[0] == [2 * (8 + 8 + 4), 2 * 4, 48]
+
+
+# The lines of the papers' listings that move data: names as in the papers, for loads and for stores.
+PAPER_LOADS = {
+    ("flash1", "forward"): {6: "K V", 8: "Q O l m"},
+    ("flash1", "backward"): {7: "K V", 10: "Q O dO dQ l m"},
+    ("flash2", "forward"): {4: "Q", 7: "K V"},
+    ("flash2", "backward"): {4: "O dO", 6: "K V", 9: "Q O dO dQ L D", 15: "dQ"},
+}
+PAPER_STORES = {
+    ("flash1", "forward"): {12: "O", 13: "l m"},
+    ("flash1", "backward"): {21: "dQ", 24: "dK dV"},
+    ("flash2", "forward"): {14: "O", 15: "L"},
+    ("flash2", "backward"): {4: "D", 15: "dQ", 18: "dK dV"},
+}
+
+
+@pytest.mark.parametrize("kind", PAPER_LOADS, ids=str)
+def test_each_line_moves_what_the_papers_line_moves(page, kind):
+    """The page loads nothing else. Only in line 9 of FlashAttention-2's backward pass it loads less, and says so."""
+    choose(page, *kind, False, EXAMPLE)
+    touched = "Object.entries(run(settings, EXAMPLE, %d).machine.touched)"
+    run = f"JSON.stringify({touched}.map(([name, tiles]) => [name, tiles.map(tile => tile.how)]))"
+    read, written = {}, {}
+    for step in range(1, steps(page)[1] + 1):
+        line = page.evaluate(f"run(settings, EXAMPLE, {step}).line")
+        for name, hows in json.loads(page.evaluate(run % step)):
+            for how in hows:
+                {"read": read, "written": written}[how].setdefault(line, set()).add(name)
+    loads = {line: set(names.split()) for line, names in PAPER_LOADS[kind].items()}
+    if kind == ("flash2", "backward"):
+        loads[9] -= {"O", "dQ"}
+        expect(page.locator("#differs")).to_contain_text("The paper's line 9 also loads Oi and dQi.")
+    assert read == loads
+    assert written == {line: set(names.split()) for line, names in PAPER_STORES[kind].items()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "last", "left_out"),
+    [
+        (("flash1", "forward"), 16, set()),
+        (("flash1", "backward"), 26, {1, 12, 14, 15, 18}),
+        (("flash2", "forward"), 17, set()),
+        (("flash2", "backward"), 20, set()),
+    ],
+    ids=str,
+)
+def test_the_listing_has_the_papers_lines(page, kind, last, left_out):
+    choose(page, *kind, False, EXAMPLE)
+    numbers = page.locator("#listing li").evaluate_all("items => items.map(item => item.value)")
+    assert numbers == [number for number in range(1, last + 1) if number not in left_out]
+    for number in left_out:
+        assert re.search(rf"\b{number}\b", page.inner_text("#differs"))
 
 
 def test_keys_and_buttons_move_and_stop_at_both_ends(page):
