@@ -4,6 +4,8 @@
 ("causal", "full" or "dropout") and the longest sequence (null: no limit).
 
 - plain: tuned tiles of the plain Triton kernels, for head sizes padded to a power of two.
+- compiled: tiles of the plain kernels for AMD GPUs without tuned rows. `python -m bench.amd search=true` chose
+  them by their machine code.
 - conservative: tiles for everything else. They fit in 96 KiB of shared memory (64 KiB on AMD), because a program has
   99 KiB on the RTX 3090, 4090 and 5090 (sm_86, sm_89, sm_120). An A100 has 163 KiB, Hopper and Blackwell 227 KiB.
   tests/kernels/cards.py compiles them for these GPUs: no kernel spills more than 160 bytes of registers per thread.
@@ -124,7 +126,7 @@ def find_row(rows: list[dict], **key) -> dict | None:
 
 
 def plain_tiles_of(row: dict) -> PlainTiles:
-    """Return the tiles in a row of "plain" or "conservative"."""
+    """Return the tiles in a row of "plain", "compiled" or "conservative"."""
     return PlainTiles(*(TileConfig(**row[kernel]) for kernel in PlainTiles._fields))
 
 
@@ -153,7 +155,8 @@ def plain_tiles_for(
         return FP32_TILES if head_dim <= 128 or arch in LARGE else WIDE_FP32_TILES
     table, size = read_table(), padded_head_dim(head_dim)
     key = {"head_dim": size, "mask": mask_of(causal, dropout), "max_seq_len": max_seq_len(seq_len)}
-    return plain_tiles_of(find_row(table["plain"], arch=arch, **key) or find_row(table["conservative"], head_dim=size))
+    tuned, compiled = find_row(table["plain"], arch=arch, **key), find_row(table["compiled"], arch=arch, head_dim=size)
+    return plain_tiles_of(tuned or compiled or find_row(table["conservative"], head_dim=size))
 
 
 @lru_cache(4096)

@@ -12,16 +12,14 @@ shared memory and, for sm_90, the results of machine_code.py.
 import itertools
 import json
 import sys
-from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from bench.common.compilation import MULTIPLE, TARGETS, compile_attention, compile_triton
 from kernels.adamw import triton_kernels as adamw
 from kernels.common.launching import triton_version
 from kernels.cross_entropy import hopper as hopper_loss
@@ -43,11 +41,6 @@ from tests.kernels import gluon_signatures as signatures
 from tests.kernels.flash2_cases import hopper_configs
 from tests.kernels.machine_code import assembler_report, disassembled, lost_operands, spills_beside_products
 
-TARGETS = {f"sm_{capability}": GPUTarget("cuda", capability, 32) for capability in (75, 80, 86, 89, 90, 100, 103, 120)}
-TARGETS |= {
-    "gfx90a": GPUTarget("hip", "gfx90a", 64),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-}
 # The largest shared memory of a block in bytes, by the vendors' programming guides.
 SHARED_MEMORY = {"sm_90": 227 * 1024, "gfx90a": 65536, "gfx942": 65536}
 # Shapes: head_dim, dtype, causal, dropout.
@@ -61,16 +54,6 @@ SHAPES = {
 }
 LONG = 16384  # tokens, beyond the limits of the table of tiles
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-MULTIPLE = "i32 of 16"  # a multiple of 16, which Triton detects at a launch
-
-
-def compile_triton(kernel, types: Iterable[str], constants: dict, target: str, **options):
-    """Compile a kernel for pointers that are multiples of 16 bytes, as torch allocates them."""
-    types = list(types)
-    kinds = ["i32" if kind == MULTIPLE else kind for kind in types]
-    aligned = {(i,): [["tt.divisibility", 16]] for i, x in enumerate(types) if x.startswith("*") or x == MULTIPLE}
-    source = ASTSource(kernel, dict(zip(kernel.arg_names, kinds, strict=True)), constants, aligned)
-    return triton.compile(source, target=TARGETS[target], options=options)
 
 
 def compile_gluon(kernel, signature: dict, constants: dict, options: dict, multiples: tuple[str, ...] = ()):
@@ -86,33 +69,6 @@ def report(target: str, group: str, name, compiled) -> dict:
     row = {"triton": triton.__version__, "target": target, "group": group, "name": name}
     row |= {"bytes": len(binary), "shared": compiled.metadata.shared}
     return row | (assembler_report(compiled, target) if target == "sm_90" else {})
-
-
-def attention_types(kernel, constants: dict, dtype: str, fp32: tuple[str, ...] = ()) -> Iterable[str]:
-    """Yield the types of an attention kernel's arguments by their names; tensors in `fp32` do not have `dtype`."""
-    for name in kernel.arg_names:
-        if name in constants:
-            yield "constexpr"
-        elif name in ("scale", "keep_scale"):
-            yield "fp32"
-        elif constants.get("TMA") and name in ("q", "k", "v", "dout"):
-            yield f"tensordesc<{dtype}[1,{constants['N' if name in ('k', 'v') else 'M']},1,{constants['D']}]>"
-        elif name in ("heads", "groups", "kv_heads", "seq_q", "seq_k", "window", "threshold", "key_lists", "early"):
-            yield "i32"
-        elif name.startswith("s") and "_" in name:  # strides
-            yield MULTIPLE
-        elif name in ("numbers", "documents", "blocks"):
-            yield "*i32"
-        else:
-            yield "*fp32" if name in ("logsumexp", "delta", "pieces", "l", "m", *fp32) else f"*{dtype}"
-
-
-def compile_attention(kernel, values: Iterable, tile: TileConfig, dtype: str, target: str, fp32: tuple[str, ...] = ()):
-    """Compile an attention kernel; its last arguments are constants with these values."""
-    values = tuple(values)
-    constants = dict(zip(kernel.arg_names[-len(values) :], values, strict=True))
-    types = attention_types(kernel, constants, dtype, fp32)
-    return compile_triton(kernel, types, constants, target, num_warps=tile.warps, num_stages=tile.stages)
 
 
 def compile_plain(group, target, head_dim, dtype, causal, dropout, seq_len=LONG, blocks=None) -> list[dict]:

@@ -15,12 +15,13 @@ import re
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
+from bench.common.compilation import compile_attention
 from kernels.flash1 import launch as flash1_launch
 from kernels.flash1 import triton_kernels as flash1
 from kernels.flash2.options import Options
 from kernels.flash2.tiles import TileConfig, plain_tiles_for
 from kernels.flash2.triton_kernels import host as plain
-from tests.kernels.ahead_of_time import DTYPES, LONG, compile_attention, compile_other, others
+from tests.kernels.ahead_of_time import DTYPES, LONG, compile_other, others
 from tests.kernels.machine_code import assembler_report
 
 FAMILIES = {"sm_86": ["sm_80", "sm_86", "sm_89"], "sm_120": ["sm_120"], "sm_100": ["sm_100", "sm_103"]}
