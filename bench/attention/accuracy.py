@@ -133,12 +133,21 @@ def check(contender: Contender, shape: AttentionShape, truth: Truth) -> None:
         got += grads if len(grads) == 3 else grads[0].unbind(2)
     except torch.OutOfMemoryError:
         pass  # the rows of the passes with a backward will report it
-    errors = []
-    for name, x, exact in zip(NAMES, got, truth.exact, strict=False):
+    contender.error = judge(contender.variant, dict(zip(NAMES, got, strict=False)), shape, truth)
+
+
+def judge(variant: str, results: dict[str, Tensor], shape: AttentionShape, truth: Truth) -> float:
+    """Return the largest relative error of some of out, dq, dk and dv, which are given by name.
+
+    Raises:
+        WrongResult: a result is not finite, or its error exceeds the allowed one.
+    """
+    exact_of, allowed_of = (dict(zip(NAMES, x, strict=True)) for x in (truth.exact, truth.allowed(variant)))
+    for name, x in results.items():
         if not x.isfinite().all():
             raise WrongResult(f"{name} is not finite")
-        errors.append(relative_error(pick(x, shape.kv_heads, truth.pairs), exact))
-    contender.error = max(error for error, exact in zip(errors, truth.exact, strict=False) if not is_zero(exact))
-    for name, error, allowed in zip(NAMES, errors, truth.allowed(contender.variant), strict=False):
-        if error > allowed:
-            raise WrongResult(f"{name} is off by {error:.1e}; {allowed:.1e} is allowed")
+    errors = {name: relative_error(pick(x, shape.kv_heads, truth.pairs), exact_of[name]) for name, x in results.items()}
+    for name, error in errors.items():
+        if error > allowed_of[name]:
+            raise WrongResult(f"{name} is off by {error:.1e}; {allowed_of[name]:.1e} is allowed")
+    return max(error for name, error in errors.items() if not is_zero(exact_of[name]))
