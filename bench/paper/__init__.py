@@ -7,5 +7,6 @@
 `attentions.py` has the attentions by name.
 `byte_counts.py` computes the bytes to and from HBM by formula; `hbm_counters.py` reads the GPU's counters.
 `triton_kernels.py` has the small kernels of the tables `softmax` and `hierarchy`.
+`launches.py` lists the Triton kernels that a call launches.
 `occupancy.py` computes how many programs of a kernel are resident on a multiprocessor.
 """

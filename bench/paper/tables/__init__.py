@@ -24,6 +24,7 @@ TABLES = {
     "fusion": "kernel_fusion",
     "hierarchy": "memory_hierarchy",
     "softmax": "softmax_passes",
+    "ladder": "ladder",
 }
 
 

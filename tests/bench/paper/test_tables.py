@@ -12,8 +12,9 @@ from tests.bench.paper import in_process
 from tests.bench.paper.in_process import tiny_models  # noqa: F401, a fixture
 from tests.e2e import run
 
-PICTURES = {"kernels": ["-forward", "-backward", "-both"]}
+PICTURES = {"kernels": ["-forward", "-backward", "-both"], "ladder": ["-forward", "-backward"]}
 PICTURES |= {name: [""] for name in ("io", "scaling", "fusion", "hierarchy", "softmax")}
+UNSUPPORTED = {"ladder": {"unsupported"}}  # Triton's interpreter has no Gluon
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -27,7 +28,7 @@ def test_the_smoke_size_gives_rows_markdown_and_pictures(name, tmp_path, monkeyp
     assert f"paper-{name}.*" in out
     folder = tmp_path / runner.SMOKE_FOLDER
     results = json.loads((folder / f"paper-{name}.json").read_text())
-    assert results["rows"] and {row["status"] for row in results["rows"]} == {"ok"}
+    assert results["rows"] and {row["status"] for row in results["rows"]} == {"ok"} | UNSUPPORTED.get(name, set())
     assert results["size"] == "smoke" and set(results["environment"]) >= {"gpu", "torch", "triton", "commit", "date"}
     text = (folder / f"paper-{name}.md").read_text()
     assert text.startswith(f"# {load_table(name).TITLE}\n\n")

@@ -1,0 +1,313 @@
+"""The steps of kernels/ladder: time, speed and resources of each step, beside this project's and other kernels.
+
+All steps of a pass are compared with fp64 and then timed in turn. Steps slower than SLOW_MS are timed in turn with each
+other, with fewer samples. A GPT-2 then trains with the backward pass of each step.
+"""
+
+import ctypes
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import ModuleType
+
+import torch
+import triton
+from matplotlib.figure import Figure
+from torch import Tensor
+from triton.experimental.gluon._runtime import GluonJITFunction
+
+from bench.attention.accuracy import NAMES, Truth, judge, truth_of
+from bench.attention.contenders import Inputs, bind, draw_inputs
+from bench.attention.measurement import Series, alternate
+from bench.attention.rows import empty_row
+from bench.attention.shapes import DTYPES, AttentionShape
+from bench.common.drawing import SMALL, WIDTH, styled
+from bench.common.formatting import at_least, cost_text, rounded, speed_text, table, value_text, whole_speed
+from bench.common.looks import LOOKS
+from bench.common.timing import LEAST_SPIN_MS, Gpu, Sampler, recorded, sampler_of
+from bench.paper.attentions import attention_named
+from bench.paper.launches import compile_together, launches
+from bench.paper.settings import PaperSettings
+from bench.training import steps as training
+from bench.training.trainers import Trainer, TrainingCell, ours
+from errors import UserError
+from kernels import ladder
+from kernels.common.launching import triton_version
+from kernels.flash2 import dispatch
+from kernels.flash2.options import Options
+from model.attention.custom import is_installed
+from trainer.flops import peak_flops
+
+TITLE = "A ladder of attention kernels, from standard attention to specialised warps"
+STEPS = {"forward": ladder.FORWARD, "backward": ladder.BACKWARD}
+RESULTS = {"forward": NAMES[:1], "backward": NAMES[1:]}
+PANELS = [(64, True), (128, True), (64, False), (128, False)]  # head size, causal
+SIZES = {
+    "full": {"batch": 4, "seq_len": 4096, "heads": 32},
+    # Triton's interpreter multiplies matrices in fp16, but not in bf16.
+    "smoke": {"batch": 1, "seq_len": 128, "heads": 1, "dtype": "float16"},
+}
+RIVALS = "triton", "flash2", "sdpa_flash"
+ON_GPUS = "sdpa_cudnn", *(["fa3"] if is_installed("flash_attn_interface") else [])
+THEIRS = "sdpa_flash", "sdpa_cudnn", "fa3"
+ROUNDS = {"full": 9, "smoke": 1}
+SLOW_MS, SLOW_ROUNDS = 40, 2
+TRAINED = {"full": ("gpt2", 1024, 32), "smoke": ("gpt2-nano", 16, 2)}  # model, context length, micro-batch
+FUNCTIONS = "split", "atomics", "tma_adds", "specialised_warps"  # of kernels/ladder/training.py, in order of BACKWARD
+TRAINING_ROUNDS = {"full": 5, "smoke": 1}
+TOO_SLOW = "Triton's interpreter takes minutes for a training step"
+
+
+def cells(settings: PaperSettings) -> list[dict]:
+    """Return the passes of each head size and mask, and the training steps, which take longest to compile."""
+    panels = PANELS if settings.size == "full" else PANELS[:1]
+    of_passes = [
+        {"measured": "kernel", "head_dim": head_dim, "causal": causal, "pass": pass_}
+        for head_dim, causal in panels
+        for pass_ in STEPS
+    ]
+    return [*of_passes, {"measured": "training"}]
+
+
+def measure(cell: dict, gpu: Gpu, settings: PaperSettings) -> Iterator[dict]:
+    """Yield a row for each step and each other kernel. Status unsupported: the step does not run without a GPU."""
+    if cell["measured"] == "training":
+        yield from measure_training(gpu, settings)
+        return
+    shape = AttentionShape("ladder", **SIZES[settings.size], head_dim=cell["head_dim"], causal=cell["causal"])
+    inputs, pass_ = draw_inputs(shape, gpu.device), cell["pass"]
+    truth, rows, calls = truth_of(shape, inputs), {}, {}
+    for name in (*STEPS[pass_], *RIVALS, *(ON_GPUS if gpu.device == "cuda" else ())):
+        rows[name] = row = empty_row(shape, name, pass_)
+        with recorded([row], gpu):
+            if name in STEPS[pass_] and gpu.device == "cpu" and (missing := missing_in_interpreter(step_named(name))):
+                row.update(status="unsupported", message=f"Triton's interpreter has no {missing}")
+            else:
+                calls[name] = call_of(name, pass_, shape, inputs)
+    if gpu.device == "cuda":
+        compile_together(call for name, call in calls.items() if name not in THEIRS)
+    timed = {False: [], True: []}  # by whether a call is slow
+    for name, call in calls.items():
+        with recorded([rows[name]], gpu):
+            rows[name]["kernels"] = checked(rows[name], call, shape, truth, gpu)
+            is_slow = gpu.milliseconds(call, 1, LEAST_SPIN_MS) > SLOW_MS
+            sampler = Sampler(call, 1, LEAST_SPIN_MS) if is_slow else sampler_of(call, gpu)[0]
+            timed[is_slow].append(Series(rows[name], sampler))
+    for is_slow, rounds in enumerate((ROUNDS[settings.size], SLOW_ROUNDS)):
+        alternate(timed[is_slow], shape, gpu, rounds)
+    peak = peak_flops(torch.cuda.get_device_name(), DTYPES[shape.dtype]) if gpu.device == "cuda" else None
+    for row in rows.values():
+        row["peak_share"] = 1e12 * row["tflops"] / peak if peak and row["tflops"] else None
+        yield row
+
+
+def step_named(name: str) -> ModuleType:
+    """Import a step. A Triton without Gluon raises a UserError."""
+    if triton_version() < (3, 6):
+        raise UserError(f"triton={triton.__version__} is too old for kernels/ladder; install Triton 3.6 or later")
+    return ladder.load(name)
+
+
+def missing_in_interpreter(step: ModuleType) -> str | None:
+    """Return what a step uses that Triton's interpreter does not have, or None."""
+    if any(isinstance(x, GluonJITFunction) for x in vars(step).values()):
+        return "Gluon"
+    return "reduction by TMA" if "TensorDescriptor" in vars(step) else None
+
+
+def call_of(name: str, pass_: str, shape: AttentionShape, inputs: Inputs) -> Callable[[], object]:
+    """Return a pass of a step or of another attention, without arguments."""
+    if name not in STEPS[pass_]:
+        return bind(name, attention_named(name), shape, inputs).call(pass_)
+    step, (q, k, v, dout) = step_named(name), inputs[:4]
+    if pass_ == "forward":
+        return lambda: step.forward(q, k, v, shape.causal)
+    out, logsumexp = dispatch.forward(q, k, v, *Options(causal=shape.causal, scale=shape.head_dim**-0.5))
+    return lambda: step.backward(dout, q, k, v, out, logsumexp, shape.causal)
+
+
+def checked(row: dict, call: Callable[[], object], shape: AttentionShape, truth: Truth, gpu: Gpu) -> list[dict]:
+    """Run a pass, store its error in the row, and return the resources of the Triton kernels that it launched."""
+    with launches() as launched, nan_in_new_memory(row["variant"] in ladder.FORWARD + ladder.BACKWARD):
+        found = call()
+    results = (found,) if isinstance(found, Tensor) else found
+    row["error"] = judge(row["variant"], dict(zip(RESULTS[row["pass"]], results, strict=True)), shape, truth)
+    if gpu.device == "cpu":
+        return []
+    driver, multiprocessors = ctypes.CDLL("libcuda.so.1"), torch.cuda.get_device_properties().multi_processor_count
+    return [launch.resources(driver, multiprocessors) for launch in launched]
+
+
+@contextmanager
+def nan_in_new_memory(wanted: bool) -> Iterator[None]:
+    """Make torch.empty return NaN, so that elements that a kernel does not write are seen.
+
+    Otherwise the memory can hold the correct result of the step before.
+    """
+    torch.use_deterministic_algorithms(wanted, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def measure_training(gpu: Gpu, settings: PaperSettings) -> Iterator[dict]:
+    """Yield tokens/s of a model that trains with flash2, and with flash2's forward and each step's backward pass."""
+    torch.backends.cuda.matmul.allow_tf32 = True  # as nanoGPT sets it
+    model, context_length, batch = TRAINED[settings.size]
+    cell, rows, finalists = TrainingCell(model, context_length, (batch,)), [], []
+    functions = [f"custom:kernels.ladder.training:{function}" for function in FUNCTIONS]
+    for name, attention in [("flash2", "flash2"), *zip(ladder.BACKWARD, functions, strict=True)]:
+        trainer = Trainer("ours", attention, compiled=False)  # torch.compile would take half of the table's time
+        if name != "flash2" and gpu.device == "cpu":
+            row = training.empty_row(cell, trainer, batch) | {"status": "unsupported", "message": TOO_SLOW}
+        else:
+            (row,), best = training.search(cell, trainer, partial(ours, cell, trainer, gpu.device), gpu)
+            finalists += [best] if best else []
+        row["variant"] = name
+        rows.append(row)
+    training.alternate(cell, finalists, TRAINING_ROUNDS[settings.size], gpu)
+    yield from rows
+
+
+def title_of(name: str) -> str:
+    """Return a step's number and name, such as 03 fused, or another kernel's label."""
+    return LOOKS[name].label if name in LOOKS else name.removeprefix("step_").replace("_", " ")
+
+
+def of_panel(rows: list[dict], pass_: str, panel: tuple[int, bool]) -> dict[str, dict]:
+    """Return the rows of a pass, head size and mask by variant, the steps first and in order."""
+    found = {
+        row["variant"]: row
+        for row in rows
+        if row.get("pass") == pass_ and (row.get("head_dim"), row.get("causal")) == panel and "variant" in row
+    }
+    order = [*STEPS[pass_], *RIVALS, *ON_GPUS, *found]
+    return {name: found[name] for name in dict.fromkeys(order) if name in found}
+
+
+def gains(of_variant: dict[str, dict], pass_: str) -> dict[str, float]:
+    """Return how many times faster each step is than the step before it, if both were measured."""
+    times = [(name, of_variant.get(name, {}).get("ms")) for name in STEPS[pass_]]
+    return {name: before / ms for (_, before), (name, ms) in itertools.pairwise(times) if before and ms}
+
+
+def overview(rows: list[dict]) -> str:
+    """Return a table for each pass with TFLOP/s of each head size and mask, and a table of the training steps."""
+    parts = []
+    for pass_ in STEPS:
+        panels = {panel: found for panel in PANELS if (found := of_panel(rows, pass_, panel))}
+        names = dict.fromkeys(name for found in panels.values() for name in found)
+        lines = []
+        for name in names:
+            speeds = [whole_speed(found.get(name), "tflops", name not in THEIRS) for found in panels.values()]
+            gain = gains(next(iter(panels.values())), pass_).get(name)
+            lines.append([title_of(name), *speeds, at_least(gain) if gain else "-"])
+        header = [f"{pass_}, TFLOP/s", *(f"{size} {mask_text(causal)}" for size, causal in panels), "x step before"]
+        parts += [table(header, lines)] if lines else []
+    return "\n\n".join([*parts, *training_parts(rows)])
+
+
+def training_parts(rows: list[dict]) -> list[str]:
+    """Return the table of training steps, if it was measured."""
+    trained = [row for row in rows if row["measured"] == "training" and "variant" in row]
+    if not trained:
+        return []
+    keys = {"tokens_per_second": partial(speed_text, ours=True, decimals=0)}
+    keys["peak_gib"] = partial(cost_text, ours=True, decimals=1)
+    lines = [[title_of(r["variant"]), *(value_text(r, key, text) for key, text in keys.items())] for r in trained]
+    model, context = trained[0]["model"], trained[0]["context_length"]
+    about = f"train.py trains `{model}` at {context:,} tokens with `train.compile=false`, flash2's forward pass and"
+    return [f"{about} the backward pass of a step:", table(["backward pass", "tokens/s", "peak GiB"], lines)]
+
+
+def mask_text(causal: bool) -> str:
+    return "causal" if causal else "full"
+
+
+def resources_text(row: dict) -> list[str]:
+    """Return registers, spills, KiB of shared memory, warps, resident programs with their limit, occupancy and waves.
+
+    Numbers of several kernels are joined in the order of their launches.
+    """
+    kernels = row.get("kernels") or []
+    texts = [
+        (
+            str(x["registers"]),
+            str(x["spills"]),
+            f"{x['shared_bytes'] / 1024:.1f}",
+            str(x["warps"]),
+            f"{x['resident']} ({x['limit']})",
+            f"{x['occupancy']:.0%}",
+            f"{x['waves']:.1f}",
+        )
+        for x in kernels
+    ]
+    return [" / ".join(column) for column in zip(*texts, strict=True)] if texts else ["-"] * 7
+
+
+def markdown(rows: list[dict]) -> str:
+    """Return the overview, and a table with times and resources for each pass, head size and mask."""
+    parts = [overview(rows)]
+    header = ["ms", "TFLOP/s", "x step before", "of peak", "registers", "spills", "shared KiB", "warps"]
+    header += ["programs/SM (limit)", "occupancy", "waves"]
+    for pass_ in STEPS:
+        for head_dim, causal in PANELS:
+            found, lines = of_panel(rows, pass_, (head_dim, causal)), []
+            gain = gains(found, pass_)
+            for name, row in found.items():
+                ms = value_text(row, "ms", partial(cost_text, ours=name not in THEIRS, decimals=3))
+                speed = value_text(row, "tflops", partial(speed_text, ours=name not in THEIRS, decimals=1))
+                share = f"{row['peak_share']:.1%}" if row.get("peak_share") else "-"
+                ratio = at_least(gain[name]) if name in gain else "-"
+                lines.append([title_of(name), ms, speed, ratio, share, *resources_text(row)])
+            if lines:
+                parts.append(f"## {pass_.capitalize()}, heads of {head_dim}, {mask_text(causal)}")
+                parts.append(table([pass_, *header], lines))
+    shape = next((f"{r['batch']} x {r['heads']} heads, {r['seq_len']:,} tokens" for r in rows if r.get("pass")), "-")
+    notes = [
+        f"{shape}, bf16. TFLOP/s by the papers' count: 4 B H T^2 D forward, 2.5 times that backward, half if causal.",
+        "Peak: dense bf16 on the tensor cores. Registers of a thread at launch; spills as the driver reports them.",
+        "Occupancy is the theoretical one. Waves: programs of the grid over the programs that are resident at once.",
+        f"A pass slower than {SLOW_MS} ms has {SLOW_ROUNDS} samples. Counters that need Nsight Compute are left out.",
+    ]
+    unsupported = dict.fromkeys(row["message"] for row in rows if row["status"] == "unsupported")
+    notes += [f"Unsupported: {reason}, so the step needs a GPU." for reason in unsupported]
+    return "\n\n".join([*parts, " ".join(notes)])
+
+
+@styled
+def pictures(rows: list[dict], device: str) -> dict[str, Figure]:
+    """Draw TFLOP/s of each step as bars, and the other kernels as lines, for each pass."""
+    figures = {}
+    for pass_ in STEPS:
+        panels = {panel: found for panel in PANELS if (found := of_panel(rows, pass_, panel))}
+        if not panels:
+            continue
+        columns = min(len(panels), 2)
+        figure = Figure(figsize=(WIDTH, 1.6 + 3.2 * -(-len(panels) // 2)), layout="constrained")
+        for axes, (panel, found) in zip(
+            figure.subplots(-(-len(panels) // 2), columns, squeeze=False).flat, panels.items(), strict=True
+        ):
+            draw_panel(axes, found, pass_)
+            axes.set_title(f"head size {panel[0]}, {mask_text(panel[1])}", loc="left")
+        lines = {line.get_label(): line for axes in figure.axes for line in axes.lines}
+        figure.legend(lines.values(), lines, loc="outside lower center", ncols=3, fontsize=SMALL)
+        figure.suptitle(f"{pass_.capitalize()} pass of each step, bf16, {device}")
+        figures[f"-{pass_}"] = figure
+    return figures
+
+
+def draw_panel(axes, found: dict[str, dict], pass_: str) -> None:
+    """Draw the speeds of one head size and mask on a logarithmic axis."""
+    steps = [name for name in found if name in STEPS[pass_]]
+    bars = axes.bar(range(len(steps)), [found[name]["tflops"] or 0 for name in steps], color="#d62728", alpha=0.75)
+    axes.bar_label(bars, [rounded(found[x]["tflops"], 0) if found[x]["tflops"] else "" for x in steps], fontsize=SMALL)
+    for name in (name for name in found if name in LOOKS and found[name]["tflops"]):
+        axes.axhline(found[name]["tflops"], color=LOOKS[name].colour, label=LOOKS[name].label, lw=1.5)
+    axes.set_yscale("log")
+    axes.set_xticks(range(len(steps)), [title_of(name)[:2] for name in steps])
+    axes.set(xlabel="step", ylabel="TFLOP/s")
+    axes.margins(y=0.15)
+    axes.grid(axis="y")
