@@ -40,6 +40,20 @@ def test_a_changed_result_changes_a_table(tmp_path, file, key):
     assert "123,456" in fill(TEXTS[1], results)
 
 
+def test_the_ladder_comes_from_the_gpu_that_measured_it(tmp_path):
+    """Without results, the page says how to measure them."""
+    mark = "<!-- ladder -->\n<!-- /ladder -->"
+    assert "Not measured yet. `python -m bench.paper table=ladder`" in fill(mark, tmp_path / "h200")
+    row = {"measured": "kernel", "variant": "step_01_first", "pass": "forward", "head_dim": 64, "causal": True}
+    row |= {"tflops": 12.6, "ms": 3.0, "status": "ok", "commit": "0123456789abcdef"}
+    where = {"gpu": "NVIDIA H100", "torch": "2.11", "triton": "3.6.0", "commit": "ffff"}
+    (tmp_path / "h100").mkdir()
+    (tmp_path / "h100" / "paper-ladder.json").write_text(json.dumps({"environment": where, "rows": [row]}))
+    made = fill(mark, tmp_path / "h200")
+    assert "| 01 first | 12 | - |" in made and "(../bench/results/h100/paper-ladder-forward.svg)" in made
+    assert "One NVIDIA H100, torch 2.11, Triton 3.6.0, commit 0123456789ab." in made
+
+
 @pytest.mark.parametrize("content", ["", '{"rows": [', "[]", '{"environment": {}, "rows": []}'])
 def test_a_damaged_results_file_is_refused_by_name(tmp_path, content):
     (tmp_path / "parity.json").write_text(content)

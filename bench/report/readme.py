@@ -19,10 +19,11 @@ from bench.common.formatting import at_least, at_most, cost_text, length_text, s
 from bench.common.looks import LOOKS
 from bench.common.results import ROOT, read_results
 from bench.paper.pages import page, publish
+from bench.paper.tables import load_table
 from bench.paper.tables.attention_speed import speed_lines
 from errors import UserError
 
-PAGES = ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / "docs" / "getting-started.md"
+PAGES = ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("results", "getting-started", "ladder"))
 RESULTS = ROOT / "bench" / "results" / "h200"
 RESULTS_OF_CPU = RESULTS.with_name("cpu")
 PAPER = "gpt2", "gpt2_context", "gpt3", "io", "memory"  # the tables of bench.paper in docs/results.md
@@ -73,6 +74,23 @@ def paper_table(name: str, results: Path) -> str:
     """Return a page of bench.paper without its title."""
     _, _, without_title = page(name, read_results(results / f"paper-{name}.json")).partition("\n\n")
     return without_title.strip()
+
+
+def ladder_table(results: Path) -> str:
+    """Return the speeds of the ladder with their charts, from `results` or another GPU's folder beside it.
+
+    Without results, return a sentence with the command that measures them.
+    """
+    files = sorted(results.parent.glob("*/paper-ladder.json"), key=lambda path: path.parent != results)
+    if not files:
+        return "Not measured yet. `python -m bench.paper table=ladder` measures the ladder on your GPU."
+    file, ladder = read_results(files[0]), load_table("ladder")
+    parts = [ladder.overview(file["rows"])]
+    for pass_ in ladder.STEPS:
+        chart = f"../bench/results/{files[0].parent.name}/paper-ladder-{pass_}.svg"
+        parts.append(f"![TFLOP/s of each step of the {pass_} pass]({chart})")
+    page = f"[All times and resources](../bench/results/{files[0].parent.name}/paper-ladder.md)."
+    return "\n\n".join([*parts, f"{caption(file)} {page}"])
 
 
 def caption(file: dict) -> str:
@@ -281,6 +299,7 @@ TABLE_OF = {
     "sparsity": sparsity_table,
     "key-heads": key_heads_table,
     "scaling": scaling_table,
+    "ladder": ladder_table,
     **{f"paper-{name}": partial(paper_table, name) for name in PAPER},
 }
 
