@@ -3,7 +3,7 @@
 The kernels are those of step 1, except for one line: `threads` gives neighbouring columns to neighbouring threads. The
 32 threads of a warp now read or write 256 bytes in one piece (coalesced access).
 
-Expected: several times the speed of step 1. S and P still cross the memory bus four times.
+Expected: a faster softmax and faster stores of S. Products still load each operand from L1, and read K by columns.
 Counter: sectors per request of global loads and stores, which falls towards 4.
 """
 

@@ -1,7 +1,7 @@
 """Copy tiles by TMA, Hopper's copy engine.
 
-One thread starts the copy of a whole tile from a descriptor: the engine computes the addresses, swizzles the tile, and
-counts the bytes that have arrived on a barrier in shared memory (mbarrier).
+One thread starts the copy of a whole tile from a descriptor. The engine computes the addresses and swizzles the tile.
+A barrier in shared memory (mbarrier) counts the bytes that have arrived.
 
 Expected: a few per cent. The copies of step 11 were hidden already, but they took instructions and registers.
 Counter: instructions per tile and registers per thread.
