@@ -85,7 +85,8 @@ def test_the_reads_of_shared_memory_stay_in_the_loop():
     (loop,) = re.findall(r"^(\$L__BB0_\d+):.*?bra\s+\1;", ptx, flags=re.DOTALL | re.MULTILINE)
     body = ptx[ptx.index(f"{loop}:") :].partition("bra")[0]
     loaded, stored = (
-        sum(int(width or 1) for width in re.findall(rf"{kind}\.shared(?:\.v(\d))?\.b32", body)) for kind in ("ld", "st")
+        sum(int(width or 1) for width in re.findall(rf"{kind}\.shared(?:::cta)?(?:\.v(\d))?\.b32", body))
+        for kind in ("ld", "st")
     )
     threads = 32 * memory_hierarchy.TILE_WARPS
     assert (loaded * threads, stored * threads) == (memory_hierarchy.READS, memory_hierarchy.TILE)
