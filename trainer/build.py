@@ -41,7 +41,9 @@ def run_shape(shape: ModelConfig, tokens: TokenSet, resumed: State | None) -> Mo
     """Return the model's shape with everything that the data, pretrained weights or a checkpoint decide."""
     if shape.pretrained is not None and resumed:  # the checkpoint has the weights; their first source may be gone
         with of_this_version(resumed):
-            shape = replace(shape, **sizes_of(resumed["model_config"]) | {"context_length": shape.context_length})
+            sizes = resumed["model_config"]
+            asked = {"context_length": shape.context_length, "n_kv_head": shape.n_kv_head or sizes.get("n_kv_head")}
+            shape = replace(shape, **sizes_of(sizes) | asked)
     elif shape.pretrained is not None:
         shape = read_shape(shape.pretrained, shape, tokens.tokenizer)
     if shape.vocab_size is None:
