@@ -12,13 +12,12 @@ from functools import partial
 from types import ModuleType
 
 import torch
-import triton
 from matplotlib.figure import Figure
 from torch import Tensor
 from triton.experimental.gluon._runtime import GluonJITFunction
 
 from bench.attention.accuracy import NAMES, Truth, judge, truth_of
-from bench.attention.contenders import Inputs, bind, draw_inputs
+from bench.attention.contenders import draw_inputs
 from bench.attention.measurement import Series, alternate
 from bench.attention.rows import empty_row
 from bench.attention.shapes import DTYPES, AttentionShape
@@ -26,21 +25,16 @@ from bench.common.drawing import SMALL, WIDTH, styled
 from bench.common.formatting import at_least, cost_text, rounded, speed_text, table, value_text, whole_speed
 from bench.common.looks import LOOKS
 from bench.common.timing import LEAST_SPIN_MS, Gpu, Sampler, recorded, sampler_of
-from bench.paper.attentions import attention_named
+from bench.paper.ladder_steps import STEPS, call_of, step_named, title_of
 from bench.paper.launches import compile_together, launches
 from bench.paper.settings import PaperSettings
 from bench.training import steps as training
 from bench.training.trainers import Trainer, TrainingCell, ours
-from errors import UserError
 from kernels import ladder
-from kernels.common.launching import triton_version
-from kernels.flash2 import dispatch
-from kernels.flash2.options import Options
 from model.attention.custom import is_installed
 from trainer.flops import peak_flops
 
 TITLE = "A ladder of attention kernels, from standard attention to specialised warps"
-STEPS = {"forward": ladder.FORWARD, "backward": ladder.BACKWARD}
 RESULTS = {"forward": NAMES[:1], "backward": NAMES[1:]}
 PANELS = [(64, True), (128, True), (64, False), (128, False)]  # head size, causal
 SIZES = {
@@ -55,29 +49,33 @@ ROUNDS = {"full": 9, "smoke": 1}
 SLOW_MS, SLOW_ROUNDS = 40, 2
 TRAINED = {"full": ("gpt2", 1024, 32), "smoke": ("gpt2-nano", 16, 2)}  # model, context length, micro-batch
 FUNCTIONS = "split", "atomics", "tma_adds", "specialised_warps"  # of kernels/ladder/training.py, in order of BACKWARD
-TRAINING_ROUNDS = {"full": 5, "smoke": 1}
+TRAINING_ROUNDS = {"full": 3, "smoke": 1}
+TRAINING = {"measured": "training"}
 TOO_SLOW = "Triton's interpreter takes minutes for a training step"
 
 
 def cells(settings: PaperSettings) -> list[dict]:
-    """Return the passes of each head size and mask, and the training steps, which take longest to compile."""
-    panels = PANELS if settings.size == "full" else PANELS[:1]
-    of_passes = [
-        {"measured": "kernel", "head_dim": head_dim, "causal": causal, "pass": pass_}
-        for head_dim, causal in panels
-        for pass_ in STEPS
-    ]
-    return [*of_passes, {"measured": "training"}]
+    """Return the passes, then the training steps: first what matters most if time is short."""
+    return [*({"measured": "kernel", "pass": pass_} for pass_ in STEPS), TRAINING]
 
 
 def measure(cell: dict, gpu: Gpu, settings: PaperSettings) -> Iterator[dict]:
     """Yield a row for each step and each other kernel. Status unsupported: the step does not run without a GPU."""
-    if cell["measured"] == "training":
+    panels = PANELS if settings.size == "full" else PANELS[:1]
+    if cell == TRAINING:
         yield from measure_training(gpu, settings)
-        return
-    shape = AttentionShape("ladder", **SIZES[settings.size], head_dim=cell["head_dim"], causal=cell["causal"])
-    inputs, pass_ = draw_inputs(shape, gpu.device), cell["pass"]
-    truth, rows, calls = truth_of(shape, inputs), {}, {}
+    else:
+        shapes = [AttentionShape("ladder", **SIZES[settings.size], head_dim=d, causal=causal) for d, causal in panels]
+        bound = [(shape, *bind_all(shape, cell["pass"], gpu)) for shape in shapes]
+        if gpu.device == "cuda":  # the kernels of all panels together, because one panel does not use all CPU cores
+            compile_together(call for *_, calls in bound for name, call in calls.items() if name not in THEIRS)
+        for panel in bound:
+            yield from timed(*panel, gpu, ROUNDS[settings.size])
+
+
+def bind_all(shape: AttentionShape, pass_: str, gpu: Gpu) -> tuple[Truth, dict[str, dict], dict[str, Callable]]:
+    """Return the truth, and a row and a call for each step and each other kernel. A row with a status has no call."""
+    inputs, rows, calls = draw_inputs(shape, gpu.device), {}, {}
     for name in (*STEPS[pass_], *RIVALS, *(ON_GPUS if gpu.device == "cuda" else ())):
         rows[name] = row = empty_row(shape, name, pass_)
         with recorded([row], gpu):
@@ -85,28 +83,26 @@ def measure(cell: dict, gpu: Gpu, settings: PaperSettings) -> Iterator[dict]:
                 row.update(status="unsupported", message=f"Triton's interpreter has no {missing}")
             else:
                 calls[name] = call_of(name, pass_, shape, inputs)
-    if gpu.device == "cuda":
-        compile_together(call for name, call in calls.items() if name not in THEIRS)
-    timed = {False: [], True: []}  # by whether a call is slow
+    return truth_of(shape, inputs), rows, calls
+
+
+def timed(
+    shape: AttentionShape, truth: Truth, rows: dict[str, dict], calls: dict[str, Callable], gpu: Gpu, rounds: int
+) -> Iterator[dict]:
+    """Check each call, time all of them in turn, and yield the rows."""
+    series = {False: [], True: []}  # by whether a call is slow
     for name, call in calls.items():
         with recorded([rows[name]], gpu):
             rows[name]["kernels"] = checked(rows[name], call, shape, truth, gpu)
             is_slow = gpu.milliseconds(call, 1, LEAST_SPIN_MS) > SLOW_MS
             sampler = Sampler(call, 1, LEAST_SPIN_MS) if is_slow else sampler_of(call, gpu)[0]
-            timed[is_slow].append(Series(rows[name], sampler))
-    for is_slow, rounds in enumerate((ROUNDS[settings.size], SLOW_ROUNDS)):
-        alternate(timed[is_slow], shape, gpu, rounds)
+            series[is_slow].append(Series(rows[name], sampler))
+    alternate(series[False], shape, gpu, rounds)
+    alternate(series[True], shape, gpu, SLOW_ROUNDS)
     peak = peak_flops(torch.cuda.get_device_name(), DTYPES[shape.dtype]) if gpu.device == "cuda" else None
     for row in rows.values():
         row["peak_share"] = 1e12 * row["tflops"] / peak if peak and row["tflops"] else None
         yield row
-
-
-def step_named(name: str) -> ModuleType:
-    """Import a step. A Triton without Gluon raises a UserError."""
-    if triton_version() < (3, 6):
-        raise UserError(f"triton={triton.__version__} is too old for kernels/ladder; install Triton 3.6 or later")
-    return ladder.load(name)
 
 
 def missing_in_interpreter(step: ModuleType) -> str | None:
@@ -114,17 +110,6 @@ def missing_in_interpreter(step: ModuleType) -> str | None:
     if any(isinstance(x, GluonJITFunction) for x in vars(step).values()):
         return "Gluon"
     return "reduction by TMA" if "TensorDescriptor" in vars(step) else None
-
-
-def call_of(name: str, pass_: str, shape: AttentionShape, inputs: Inputs) -> Callable[[], object]:
-    """Return a pass of a step or of another attention, without arguments."""
-    if name not in STEPS[pass_]:
-        return bind(name, attention_named(name), shape, inputs).call(pass_)
-    step, (q, k, v, dout) = step_named(name), inputs[:4]
-    if pass_ == "forward":
-        return lambda: step.forward(q, k, v, shape.causal)
-    out, logsumexp = dispatch.forward(q, k, v, *Options(causal=shape.causal, scale=shape.head_dim**-0.5))
-    return lambda: step.backward(dout, q, k, v, out, logsumexp, shape.causal)
 
 
 def checked(row: dict, call: Callable[[], object], shape: AttentionShape, truth: Truth, gpu: Gpu) -> list[dict]:
@@ -171,17 +156,15 @@ def measure_training(gpu: Gpu, settings: PaperSettings) -> Iterator[dict]:
     yield from rows
 
 
-def title_of(name: str) -> str:
-    """Return a step's number and name, such as 03 fused, or another kernel's label."""
-    return LOOKS[name].label if name in LOOKS else name.removeprefix("step_").replace("_", " ")
-
-
 def of_panel(rows: list[dict], pass_: str, panel: tuple[int, bool]) -> dict[str, dict]:
     """Return the rows of a pass, head size and mask by variant, the steps first and in order."""
     found = {
         row["variant"]: row
         for row in rows
-        if row.get("pass") == pass_ and (row.get("head_dim"), row.get("causal")) == panel and "variant" in row
+        if row["measured"] == "kernel"
+        and row["pass"] == pass_
+        and (row.get("head_dim"), row.get("causal")) == panel
+        and "variant" in row
     }
     order = [*STEPS[pass_], *RIVALS, *ON_GPUS, *found]
     return {name: found[name] for name in dict.fromkeys(order) if name in found}
@@ -265,7 +248,14 @@ def markdown(rows: list[dict]) -> str:
             if lines:
                 parts.append(f"## {pass_.capitalize()}, heads of {head_dim}, {mask_text(causal)}")
                 parts.append(table([pass_, *header], lines))
-    shape = next((f"{r['batch']} x {r['heads']} heads, {r['seq_len']:,} tokens" for r in rows if r.get("pass")), "-")
+    shape = next(
+        (
+            f"{r['batch']} x {r['heads']} heads, {r['seq_len']:,} tokens"
+            for r in rows
+            if r["measured"] == "kernel" and "seq_len" in r
+        ),
+        "-",
+    )
     notes = [
         f"{shape}, bf16. TFLOP/s by the papers' count: 4 B H T^2 D forward, 2.5 times that backward, half if causal.",
         "Peak: dense bf16 on the tensor cores. Registers of a thread at launch; spills as the driver reports them.",

@@ -9,7 +9,7 @@ from triton.runtime.jit import JITFunction
 
 from bench.attention.rows import empty_row
 from bench.attention.shapes import AttentionShape
-from bench.paper import launches
+from bench.paper import ladder_steps, launches
 from bench.paper.occupancy import Limits
 from bench.paper.settings import PaperSettings
 from bench.paper.tables import ladder
@@ -18,7 +18,7 @@ from kernels.naive.definition import standard_attention
 from tests.bench.stopwatch import Stopwatch
 
 SMOKE = PaperSettings(size="smoke")
-CELL = {"measured": "kernel", "head_dim": 64, "causal": True, "pass": "forward"}
+CELL = {"measured": "kernel", "pass": "forward"}
 HOPPER = Limits(registers=65536, shared_bytes=228 * 1024, reserved_bytes=1024, threads=2048, programs=32)
 
 
@@ -77,10 +77,23 @@ def test_a_slow_step_has_few_samples(climb):
     assert (rows["step_01_slow"]["ms"], rows["step_02_fast"]["ms"]) == (1000.0, 1.0)
 
 
+def test_one_process_measures_all_head_sizes_and_masks_of_a_pass_and_forward_comes_first(monkeypatch):
+    forward, backward, *others = ladder.cells(PaperSettings())
+    assert (forward, backward) == (CELL, CELL | {"pass": "backward"}) and others[-1] == {"measured": "training"}
+    monkeypatch.setitem(ladder.SIZES, "full", ladder.SIZES["smoke"])
+    monkeypatch.setitem(ladder.ROUNDS, "full", 1)
+    monkeypatch.setitem(ladder.STEPS, "forward", ("step_01_any",))
+    monkeypatch.setattr(ladder.ladder, "FORWARD", ("step_01_any",))
+    monkeypatch.setattr(ladder.ladder, "load", lambda name: SimpleNamespace(forward=exact))
+    monkeypatch.setattr(ladder, "RIVALS", ())
+    rows = [{**forward, **row} for row in ladder.measure(forward, Stopwatch(), PaperSettings())]
+    assert [(row["head_dim"], row["causal"], row["status"]) for row in rows] == [(*x, "ok") for x in ladder.PANELS]
+
+
 def test_a_triton_without_gluon_is_refused_in_one_sentence(climb, monkeypatch):
-    monkeypatch.setattr(ladder, "triton_version", lambda: (3, 5))
+    monkeypatch.setattr(ladder_steps, "triton_version", lambda: (3, 5))
     with pytest.raises(UserError, match=r"triton=.* is too old for kernels/ladder; install Triton 3\.6 or later"):
-        ladder.step_named("step_01")
+        ladder_steps.step_named("step_01")
     assert climb(step_01_any=exact)["step_01_any"]["status"] == "failed"
 
 
