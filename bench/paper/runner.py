@@ -12,7 +12,7 @@ Tables (table=NAME, or table=all):
   fusion          the steps of attention in five kernels, compiled by torch, and in one kernel
   hierarchy       size and bandwidth of HBM, L2 and shared memory
   softmax         safe softmax in three passes and online softmax in two, against the length
-  ladder          each step of kernels/ladder beside the step before it: speed, resources, training
+  ladder          each step of kernels/ladder beside the step before it: speed, resources, counters, training
 
 Examples:
   python -m bench.paper table=gpt2 tokens=tokens/openwebtext

@@ -1,7 +1,8 @@
 """The steps of kernels/ladder: time, speed and resources of each step, beside this project's and other kernels.
 
 All steps of a pass are compared with fp64 and then timed in turn. Steps slower than SLOW_MS are timed in turn with each
-other, with fewer samples. A GPT-2 then trains with the backward pass of each step.
+other, with fewer samples. Where ncu may read the GPU's counters, it then profiles each step. Last, a GPT-2 trains with
+the backward pass of each step.
 """
 
 import ctypes
@@ -25,6 +26,7 @@ from bench.common.drawing import SMALL, WIDTH, styled
 from bench.common.formatting import at_least, cost_text, rounded, speed_text, table, value_text, whole_speed
 from bench.common.looks import LOOKS
 from bench.common.timing import LEAST_SPIN_MS, Gpu, Sampler, recorded, sampler_of
+from bench.paper.ladder_counters import counter_parts, measure_counters
 from bench.paper.ladder_steps import STEPS, call_of, step_named, title_of
 from bench.paper.launches import compile_together, launches
 from bench.paper.settings import PaperSettings
@@ -51,12 +53,13 @@ TRAINED = {"full": ("gpt2", 1024, 32), "smoke": ("gpt2-nano", 16, 2)}  # model, 
 FUNCTIONS = "split", "atomics", "tma_adds", "specialised_warps"  # of kernels/ladder/training.py, in order of BACKWARD
 TRAINING_ROUNDS = {"full": 3, "smoke": 1}
 TRAINING = {"measured": "training"}
+COUNTED_BATCH = {"full": 2, "smoke": 1}  # ncu repeats each kernel; K and V of a batch of 1 would fit into L2
 TOO_SLOW = "Triton's interpreter takes minutes for a training step"
 
 
 def cells(settings: PaperSettings) -> list[dict]:
-    """Return the passes, then the training steps: first what matters most if time is short."""
-    return [*({"measured": "kernel", "pass": pass_} for pass_ in STEPS), TRAINING]
+    """Return the passes, then their counters, then the training steps: first what matters most if time is short."""
+    return [*({"measured": what, "pass": pass_} for what in ("kernel", "counters") for pass_ in STEPS), TRAINING]
 
 
 def measure(cell: dict, gpu: Gpu, settings: PaperSettings) -> Iterator[dict]:
@@ -64,6 +67,10 @@ def measure(cell: dict, gpu: Gpu, settings: PaperSettings) -> Iterator[dict]:
     panels = PANELS if settings.size == "full" else PANELS[:1]
     if cell == TRAINING:
         yield from measure_training(gpu, settings)
+    elif cell["measured"] == "counters":
+        sizes = SIZES[settings.size] | {"batch": COUNTED_BATCH[settings.size]}
+        shapes = [AttentionShape("ladder", **sizes, head_dim=head_dim) for head_dim, causal in panels if causal]
+        yield from measure_counters(cell["pass"], shapes, gpu, settings.timeout_s // 2)
     else:
         shapes = [AttentionShape("ladder", **SIZES[settings.size], head_dim=d, causal=causal) for d, causal in panels]
         bound = [(shape, *bind_all(shape, cell["pass"], gpu)) for shape in shapes]
@@ -260,11 +267,11 @@ def markdown(rows: list[dict]) -> str:
         f"{shape}, bf16. TFLOP/s by the papers' count: 4 B H T^2 D forward, 2.5 times that backward, half if causal.",
         "Peak: dense bf16 on the tensor cores. Registers of a thread at launch; spills as the driver reports them.",
         "Occupancy is the theoretical one. Waves: programs of the grid over the programs that are resident at once.",
-        f"A pass slower than {SLOW_MS} ms has {SLOW_ROUNDS} samples. Counters that need Nsight Compute are left out.",
+        f"A pass slower than {SLOW_MS} ms has {SLOW_ROUNDS} samples.",
     ]
     unsupported = dict.fromkeys(row["message"] for row in rows if row["status"] == "unsupported")
     notes += [f"Unsupported: {reason}, so the step needs a GPU." for reason in unsupported]
-    return "\n\n".join([*parts, " ".join(notes)])
+    return "\n\n".join([*parts, " ".join(notes), *counter_parts(rows)])
 
 
 @styled

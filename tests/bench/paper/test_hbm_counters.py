@@ -43,6 +43,7 @@ def test_the_counters_of_all_kernels_of_a_call_are_added(monkeypatch):
     ("output", "status", "reason"),
     [
         ("==ERROR== ERR_NVGPUCTRPERM - The user does not have permission\n", 1, "ERR_NVGPUCTRPERM - The user"),
+        (NCU.replace('"byte","4"', '"","(!) n/a"'), 0, "ncu has no dram__bytes_write.sum"),
         ("==WARNING== No kernels were profiled.\n", 0, "ncu saw no kernel"),
         (NCU + "==ERROR== The application returned an error code (1).\n", 1, "The application returned an error"),
     ],
