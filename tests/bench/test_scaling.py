@@ -11,6 +11,7 @@ from bench.scaling import ScalingCell, ScalingSettings
 from errors import UserError
 
 
+@pytest.mark.slow  # A new process imports torch and trains a model.
 def test_a_row_of_a_process(tmp_path, monkeypatch):
     monkeypatch.setitem(scaling.CELLS, "tiny", ScalingCell("gpt2-nano", 16, 1, "fsdp"))
     out = tmp_path / "scaling.json"

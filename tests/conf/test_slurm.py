@@ -6,6 +6,7 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from submitit import AutoExecutor
@@ -29,6 +30,7 @@ def processes_of(sweep: Path) -> list[int]:
     return found
 
 
+@pytest.mark.slow  # Two processes start, end and start again.
 def test_a_job_out_of_time_is_saved_queued_again_and_ends(workplace):
     """submitit starts two processes, and both get the signal that their time is up."""
     submitit = ("-m", "hydra/launcher=submitit_local", "hydra.launcher.tasks_per_node=2", "hydra.sweep.dir=sweep")
