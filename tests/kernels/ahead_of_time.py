@@ -3,7 +3,7 @@
 Run the program in a process of its own, without the interpreter of Triton: python -m tests.kernels.ahead_of_time
 
 With the argument "few", the program compiles for sm_90 only. It then takes two shapes of the plain attention kernels
-and every third of Hopper's attention kernels.
+and every third of Hopper's attention kernels. With "gluon", it compiles only the Gluon kernels among these.
 
 A row names Triton's release, the target and the kernel ("group" and "name"). It has the bytes of machine code and of
 shared memory and, for sm_90, the results of machine_code.py.
@@ -212,23 +212,25 @@ def run(function, arguments: tuple) -> list[dict]:
     return function(*arguments)
 
 
-def all_jobs(few: bool) -> list[tuple]:
-    """List (function, arguments) of all compilations, the slowest first; see the module's docstring for `few`."""
-    targets = ["sm_90"] if few else list(SHAPES)
-    gluon = triton_version() >= (3, 6)
-    jobs = [(compile_hopper, job) for job in (hopper_jobs()[1::3] if few else hopper_jobs()) if gluon]
+def all_jobs(extent: str | None) -> list[tuple]:
+    """List (function, arguments) of all compilations, the slowest first; see the module's docstring for `extent`."""
+    targets = list(SHAPES) if extent is None else ["sm_90"]
+    gluon = [(compile_hopper, job) for job in (hopper_jobs() if extent is None else hopper_jobs()[1::3])]
+    gluon += [(compile_fused, job) for job in fused_jobs()]
+    if extent == "gluon":
+        return gluon
+    jobs = gluon if triton_version() >= (3, 6) else []
     jobs += [
         (compile_plain, ("shape", target, *shape))
         for target in targets
-        for shape in SHAPES[target][: 2 if few else None]
+        for shape in SHAPES[target][: None if extent is None else 2]
     ]
-    jobs += [(compile_plain, ("tuned", *job)) for job in tuned_jobs() if not few]
-    jobs += [(function, (target,)) for function in (compile_others, compile_baselines) for target in targets]
-    return jobs + [(compile_fused, job) for job in fused_jobs() if gluon]
+    jobs += [(compile_plain, ("tuned", *job)) for job in tuned_jobs() if extent is None]
+    return jobs + [(function, (target,)) for function in (compile_others, compile_baselines) for target in targets]
 
 
 def main() -> None:
-    jobs = all_jobs(few=sys.argv[1:] == ["few"])
+    jobs = all_jobs(*sys.argv[1:] or [None])
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         for rows in pool.map(run, *zip(*jobs, strict=True)):
             for row in rows:

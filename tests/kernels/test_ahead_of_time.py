@@ -56,6 +56,13 @@ def test_the_oldest_and_the_newest_triton_compile_every_kernel(requirement):
         assert row["bytes"] > 0 and row["shared"] <= SHARED_MEMORY["sm_90"] and not row.get("lost"), row
 
 
+def test_the_oldest_triton_with_gluon_compiles_the_kernels_in_gluon():
+    rows = compile_all("triton==3.6.*", "gluon")
+    assert {row["group"] for row in rows} == {"hopper", "fused"}
+    for row in rows:
+        assert row["bytes"] > 0 and row["shared"] <= SHARED_MEMORY["sm_90"] and not row.get("lost"), row
+
+
 @pytest.mark.parametrize("target", SHARED_MEMORY)
 def test_kernels_compile_and_fit(target, compiled):
     rows = [row for row in compiled if row["target"] == target]
