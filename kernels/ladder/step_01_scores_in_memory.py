@@ -1,7 +1,7 @@
 """Write the scores to memory, with threads that read and write columns.
 
 Standard attention (Algorithm 0 of the FlashAttention paper) has three kernels with T x T matrices in HBM. Neighbouring
-threads own neighbouring rows here. Rows are far apart, so a warp touches 32 sectors of 32 bytes to move 4 bytes.
+threads own neighbouring rows here. Rows are far apart: a warp touches 32 sectors of 32 bytes and uses 4 bytes of each.
 
 Expected: about 1 % of the tensor cores' peak, because every kernel waits for memory.
 Counter: sectors per request of global loads and stores. 32 is the worst value; 4 is the best for 4-byte elements.

@@ -4,7 +4,7 @@ The kernels are those of step 1, except for one line: `threads` gives neighbouri
 32 threads of a warp now read or write 256 bytes in one piece (coalesced access).
 
 Expected: a faster softmax and faster stores of S. Products still load each operand from L1, and read K by columns.
-Counter: sectors per request of global loads and stores, which falls towards 4.
+Counter: sectors per request of global loads and stores. The softmax reaches 8, the best value for 8 bytes per thread.
 """
 
 import torch

@@ -2,12 +2,12 @@
 
 A program owns 64 queries and walks over the keys, 64 at a time. It keeps the row maxima m, the row sums l and the
 normalised O on chip (Algorithm 1 of the FlashAttention paper, with the loops swapped), and corrects them for each tile.
-P [64, 64] passes through shared memory, because the threads that computed a row of S need it for O. A causal program
-stops at the diagonal.
+P [64, 64] passes through shared memory, because a thread computes a part of a row of P, but needs the whole row for O.
+A causal program stops at the diagonal.
 
-Expected: memory traffic falls from 4 T x T matrices to the inputs. Each thread reads its operands from L1 by itself, so
-the load instructions become the limit.
-Counter: bytes read from and written to DRAM, which fall by a factor of about T / D; then the throughput of L1.
+Expected: six transfers of a T x T matrix vanish (S is stored and loaded three times, P is stored and loaded). Each
+thread reads its operands from L1 by itself, so the load instructions become the limit.
+Counter: bytes read from and written to DRAM, which fall by a factor of about 3 T / D; then the throughput of L1.
 """
 
 import torch

@@ -1,10 +1,10 @@
 """Copy tiles asynchronously, three stages deep.
 
-Only STAGES differs from step 8. Two tiles of K and V are under way instead of one. Each further stage takes shared
-memory (16 KiB at head size 64, 32 KiB at 128), so fewer programs fit on a multiprocessor.
+Only STAGES differs from step 8. Two tiles of K and V are under way instead of one. The further stage takes 16 KiB of
+shared memory at head size 64 and 32 KiB at 128. Registers already limit an H100 to 3 and 2 programs per multiprocessor.
 
 Expected: little. A multiprocessor runs several programs, and one program multiplies while another one waits.
-Counter: resident programs per multiprocessor, which fall, beside the stalls that wait for copies.
+Counter: stalls that wait for copies. The resident programs per multiprocessor stay the same.
 """
 
 import torch

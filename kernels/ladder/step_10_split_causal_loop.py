@@ -1,7 +1,8 @@
 """Split the causal loop in two, and start the longest programs first.
 
 Only the tile on the diagonal needs a mask, so a first loop without a mask covers the tiles before it. Late queries see
-more tiles. If their programs start last, the GPU waits for a few of them at the end, so the order is reversed.
+more tiles. If their programs start last, the GPU waits for a few of them at the end, so the order is reversed. The
+copies have two stages again, because a third one brings little.
 
 Expected: a few per cent with a mask, more for short sequences; nothing without a mask.
 Counter: instructions per tile, and the multiprocessors that are idle at the end of the kernel.

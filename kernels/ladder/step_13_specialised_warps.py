@@ -1,7 +1,8 @@
 """Give the copies to a warp of their own, and let two warpgroups share the keys.
 
 A producer warp waits for a free slot of a ring and copies the next tile of K and V. Two consumer warpgroups compute 64
-queries each, and free the slots. While one consumer computes its softmax, the other one can multiply.
+queries each, and free the slots. While one consumer computes its softmax, the other one can multiply. The tiles have
+128 keys instead of 64, and a consumer keeps Q in registers.
 
 Expected: 1.1 to 1.3 times the speed at head size 128. At 64, a multiprocessor has room for one program instead of five.
 Counter: tensor pipe activity; barriers in the loop; bytes read from L2.
