@@ -6,6 +6,7 @@ Caches are not seen: the bytes are the bytes that the threads ask for.
 """
 
 import csv
+import math
 from collections import defaultdict
 from pathlib import Path
 
@@ -27,13 +28,13 @@ def read(path: Path) -> dict[str, dict[str, float]]:
     sums: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     try:
         with path.open(newline="") as file:
-            rows = list(csv.DictReader(file))
+            rows = list(csv.DictReader(file, restval=""))
             for row in rows:
                 of_kernel = sums[row["KernelName"].removesuffix(".kd")]
                 of_kernel["launches"] += 1
                 of_kernel["ns"] += int(row["EndNs"]) - int(row["BeginNs"])
                 for counter in COUNTERS:
-                    of_kernel[counter] += float(row[counter])
+                    of_kernel[counter] += count(row[counter])
     except OSError as error:
         raise UserError(f"rocprof={path} cannot be read ({error.strerror}); give a CSV file of rocprof") from error
     except KeyError as error:
@@ -41,17 +42,24 @@ def read(path: Path) -> dict[str, dict[str, float]]:
             f"rocprof={path} has no column {error.args[0]}; run rocprof with --timestamp on and a line "
             f"'pmc: {' '.join(COUNTERS)}' in its input file"
         ) from error
-    except (ValueError, TypeError, csv.Error) as error:
+    except (ValueError, csv.Error) as error:
         raise UserError(f"rocprof={path} has a broken row ({error}); profile again") from error
     if not rows:
         raise UserError(f"rocprof={path} has no rows; profile a run that launches kernels")
+    if name := next((name for name, of_kernel in sums.items() if of_kernel["ns"] <= 0), None):
+        raise UserError(f"rocprof={path} has no time for {name}; run rocprof with --timestamp on")
     return {name: dict(of_kernel) for name, of_kernel in sums.items()}
+
+
+def count(text: str) -> float:
+    """Return a counter. Raise ValueError if it is negative or not finite."""
+    if not 0 <= float(text) < math.inf:
+        raise ValueError(f"{text} is not a count")
+    return float(text)
 
 
 def rates(sums: dict[str, float], bytes_per_thread: int) -> dict[str, float]:
     """Return GOPS, GB/s of global memory, and cycles of bank conflicts per LDS instruction."""
-    if not sums["ns"] > 0:
-        raise UserError("rocprof's BeginNs and EndNs are equal; run rocprof with --timestamp on")
     moved = (sums["SQ_INSTS_VMEM_RD"] + sums["SQ_INSTS_VMEM_WR"]) * WAVE * bytes_per_thread
     lds = sums["SQ_INSTS_LDS"]
     return {

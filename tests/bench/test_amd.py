@@ -129,10 +129,13 @@ def test_counters_become_rates(tmp_path):
             "has no column SQ_INSTS_LDS; run rocprof with --timestamp on",
         ),
         (HEADER, [ROWS[0].replace("1000000", "many")], "has a broken row"),
+        (HEADER, [ROWS[0].replace("1000000", "nan")], r"has a broken row \(nan is not a count\)"),
+        (HEADER, [ROWS[0].replace("1000000", "-1")], r"has a broken row \(-1 is not a count\)"),
         (HEADER, [ROWS[0][:40]], "has a broken row"),
+        (HEADER, [ROWS[0].replace("17000", "1000")], "has no time for forward_kernel; run rocprof with --timestamp on"),
         (HEADER, [], "has no rows; profile a run"),
     ],
-    ids=["column", "number", "short row", "empty"],
+    ids=["column", "number", "nan", "negative", "short row", "no time", "empty"],
 )
 def test_a_csv_file_that_does_not_fit_is_refused(tmp_path, header, rows, said):
     with pytest.raises(UserError, match=f"rocprof=.*{said}"):
