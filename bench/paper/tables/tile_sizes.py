@@ -159,8 +159,8 @@ def throughput(rows: list[dict]) -> list[str]:
     header = ["B_r", "B_c", "achieved occupancy", *(f"{name}, GB/s{source}" for name in names)]
     reasons = ", ".join(dict.fromkeys(row["not_measured"] for row in rows if row["not_measured"]))
     how = (
-        "By the GPU's counters; shared memory counts 128 bytes for each access of a warp by load and store "
-        "instructions, which leaves out what wgmma and TMA move."
+        "By the GPU's counters. L1 leaves out what TMA copies: the loads of Q, K and V on Hopper. Shared memory counts "
+        "128 bytes for each access of a warp by load and store instructions, which leaves out what wgmma and TMA move."
         if counters
         else f"Computed from the bytes that the algorithm moves (tile_traffic in bench/paper/byte_counts.py) and the "
         f"measured time. The counters were not read: {reasons}."
