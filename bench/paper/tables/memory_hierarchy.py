@@ -171,7 +171,8 @@ def pictures(rows: list[dict], device: str) -> dict[str, Figure]:
     axes.set_xscale("log", base=2)
     for kernel, colour in COLOURS.items():
         points = [(row["working_set"], speed(row)) for row in done if row["kernel"] == kernel]
-        axes.plot(*zip(*points, strict=True), "o-", color=colour, label=kernel) if points else None
+        if points:
+            axes.plot(*zip(*points, strict=True), "o-", color=colour, label=kernel)
     if l2 := next((row["l2_bytes"] for row in done if row["l2_bytes"]), None):
         axes.axvline(l2, color="#8a8a8a", linestyle=":")
         axes.text(l2, axes.get_ylim()[1], " size of L2", va="top", fontsize=SMALL)

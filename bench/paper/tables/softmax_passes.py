@@ -106,7 +106,8 @@ def pictures(rows: list[dict], device: str) -> dict[str, Figure]:
     axes.set_xscale("log", base=2)
     for name, label in LABELS.items():
         points = [(row["length"], row["ms"]) for row in done if row["softmax"] == name]
-        axes.plot(*zip(*points, strict=True), "o-", color=COLOURS[name], label=label) if points else None
+        if points:
+            axes.plot(*zip(*points, strict=True), "o-", color=COLOURS[name], label=label)
     axes.set_xticks(lengths, map(length_text, lengths))
     axes.set_ylim(bottom=0)
     axes.set(xlabel="length of a row", ylabel="ms", title=f"Softmax of the same number of elements, {device}")

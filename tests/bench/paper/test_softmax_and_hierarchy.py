@@ -64,16 +64,13 @@ def test_a_level_shows_the_working_sets_that_fit():
     assert "| 16 MiB | 12,000 | - |" in made
 
 
-COMPILE = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from bench.paper.tables.memory_hierarchy import READS, TILE, TILE_WARPS
+COMPILE = f"""
+from bench.common.compilation import compile_triton
 from bench.paper.triton_kernels import shared_kernel
-types = {"x": "*i32", "sums": "*i32", "rounds": "i32", "TILE": "constexpr", "READS": "constexpr"}
-aligned = {(i,): [["tt.divisibility", 16]] for i in (0, 1)}
-source = ASTSource(shared_kernel, types, {"TILE": TILE, "READS": READS}, aligned)
-print(triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": TILE_WARPS}).asm["ptx"])
+types = "*i32", "*i32", "i32", "constexpr", "constexpr"
+constants = {{"TILE": {memory_hierarchy.TILE}, "READS": {memory_hierarchy.READS}}}
+compiled = compile_triton(shared_kernel, types, constants, "sm_90", num_warps={memory_hierarchy.TILE_WARPS})
+print(compiled.asm["ptx"])
 """
 
 
