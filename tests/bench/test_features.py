@@ -3,6 +3,7 @@
 import pytest
 
 from bench import features
+from bench.training import trainers
 from bench.training.trainers import TrainingCell
 from tests.bench.stopwatch import Stopwatch
 
@@ -62,6 +63,7 @@ def test_memory_is_counted_per_call():
 
 def test_grouped_heads_have_fewer_parameters_and_a_smaller_cache(monkeypatch):
     """gpt2-nano: 4 heads of 32, 4 layers and a width of 128. The times are 2 ms, 4 ms and 6 ms, in turn."""
+    monkeypatch.setattr(trainers, "VOCABULARY", 64)
     monkeypatch.setattr(features, "KEY_HEADS", (4, 2, 1))
     monkeypatch.setattr(features, "KEY_HEADS_CELL", TrainingCell("gpt2-nano", 32, batches=(2,)))
     rows = list(features.key_head_rows(Stopwatch([2.0, 4.0, 6.0] * 2), rounds=2))
