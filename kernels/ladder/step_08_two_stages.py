@@ -1,8 +1,7 @@
 """Copy tiles asynchronously, two stages deep.
 
-In steps 4 to 7, a thread loads a tile into registers, waits, and stores it in shared memory. `cp.async` copies from
-memory to shared memory without registers, and the thread goes on. While the program multiplies one tile of K and V, the
-next one is under way.
+In steps 4 to 7, a thread loads a tile into registers, waits, and stores it. `cp.async` copies to shared memory without
+registers, and the thread goes on. While the program multiplies one tile of K and V, the next one is under way.
 
 Expected: the latency of memory hides behind the products.
 Counter: stalls that wait for global memory (long scoreboard), which fall; registers per thread, which fall.
@@ -12,6 +11,8 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+
+from kernels.hopper.gluon_versions import cp_async
 
 TILE: gl.constexpr = gl.constexpr(64)  # queries of a program, and keys of a step of its loop
 PRODUCT: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))  # warps split rows
@@ -27,7 +28,7 @@ def start_copy(x, row, tile, D: gl.constexpr):
     """Start to copy 64 rows of D elements from memory to a tile in shared memory, 16 bytes a thread at a time."""
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     o_m, o_d = gl.arange(0, TILE, gl.SliceLayout(1, COPY)), gl.arange(0, D, gl.SliceLayout(0, COPY))
-    async_copy.async_copy_global_to_shared(tile, x + o_m[:, None] * row + o_d[None, :])
+    cp_async(tile, x + o_m[:, None] * row + o_d[None, :])
 
 
 @gluon.jit

@@ -13,6 +13,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
+from kernels.hopper.gluon_versions import cp_async
+
 TILE: gl.constexpr = gl.constexpr(64)  # queries of a program, and keys of a step of its loop
 PRODUCT: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))  # warps split rows
 A: gl.constexpr = gl.constexpr(gl.DotOperandLayout(0, PRODUCT.value, 2))
@@ -25,7 +27,7 @@ def start_copy(x, row, tile, D: gl.constexpr):
     """Start to copy 64 rows of D elements from memory to a tile in shared memory, 16 bytes a thread at a time."""
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     o_m, o_d = gl.arange(0, TILE, gl.SliceLayout(1, COPY)), gl.arange(0, D, gl.SliceLayout(0, COPY))
-    async_copy.async_copy_global_to_shared(tile, x + o_m[:, None] * row + o_d[None, :])
+    cp_async(tile, x + o_m[:, None] * row + o_d[None, :])
 
 
 @gluon.jit
@@ -69,16 +71,14 @@ def kernel(q, k, v, out, row, heads, tokens, scale, D: gl.constexpr, CAUSAL: gl.
     start_copy(v, row, v_tiles.index(0), D)
     async_copy.commit_group()
     o_i = i + gl.arange(0, TILE, gl.SliceLayout(1, PRODUCT))
-    o_d = bh % heads * D + gl.arange(0, D, gl.SliceLayout(0, PRODUCT))
-    acc = gl.zeros([TILE, D], gl.float32, PRODUCT)
+    acc, l = gl.zeros([TILE, D], gl.float32, PRODUCT), gl.zeros([TILE], gl.float32, gl.SliceLayout(1, PRODUCT))
     m = gl.full([TILE], -float("inf"), gl.float32, gl.SliceLayout(1, PRODUCT))
-    l = gl.zeros([TILE], gl.float32, gl.SliceLayout(1, PRODUCT))
     seen, tiles = i if CAUSAL else tokens, (q_tile, k_tiles, v_tiles)  # all queries of the tile see these keys
     acc, m, l = walk(0, seen, stop, k, v, row, tiles, o_i, acc, m, l, scale, D, False)
     if CAUSAL:
         acc, m, l = walk(seen, stop, stop, k, v, row, tiles, o_i, acc, m, l, scale, D, True)
-    p_out = out + (bh // heads * tokens + o_i)[:, None] * heads * D + o_d[None, :]
-    gl.store(p_out, (acc / l[:, None]).to(out.dtype.element_ty))
+    p_out = out + (bh // heads * tokens + o_i)[:, None] * heads * D + bh % heads * D
+    gl.store(p_out + gl.arange(0, D, gl.SliceLayout(0, PRODUCT))[None, :], (acc / l[:, None]).to(out.dtype.element_ty))
 
 
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
