@@ -3,11 +3,10 @@
 import itertools
 
 from bench.amd.assembly import LDS, describe
-from bench.common.compilation import compile_attention
+from bench.common.compilation import compile_flash2
 from errors import first_line
 from kernels.flash2.options import Options
 from kernels.flash2.tiles import TileConfig
-from kernels.flash2.triton_kernels import host
 
 HIDING_WAVES = 2  # per SIMD: one wave computes while the other waits
 PRODUCTS = {"forward": 2, "key_gradient": 4, "query_gradient": 3}  # matrix products of a tile
@@ -23,10 +22,8 @@ def compiled_row(arch: str, head_dim: int, kernel: str, tile: tuple) -> dict:
     """Compile one kernel at one tile, and return what its assembly says."""
     tile = TileConfig(*tile)
     row = {"arch": arch, "head_dim": head_dim, "kernel": kernel, **tile._asdict(), "status": "ok"}
-    values = host.constants_of(tile, head_dim, Options(causal=True), interpreted=False, tma=False)
-    bounded = (False,) if kernel == "key_gradient" else ()
     try:
-        compiled = compile_attention(getattr(host, f"{kernel}_kernel"), values + bounded, tile, "bf16", arch)
+        compiled = compile_flash2(kernel, tile, head_dim, Options(causal=True), "bf16", arch)
     except Exception as error:  # for example a tile that needs more than 64 KiB
         return row | {"status": "failed", "message": first_line(error)}
     found = describe(compiled.asm["amdgcn"], compiled.metadata.shared, tile.warps)

@@ -6,7 +6,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from kernels.flash2.options import Options
 from kernels.flash2.tiles import TileConfig
+from kernels.flash2.triton_kernels import host
 
 TARGETS = {f"sm_{capability}": GPUTarget("cuda", capability, 32) for capability in (75, 80, 86, 89, 90, 100, 103, 120)}
 TARGETS |= {arch: GPUTarget("hip", arch, 64) for arch in ("gfx90a", "gfx942")}
@@ -47,3 +49,12 @@ def compile_attention(kernel, values: Iterable, tile: TileConfig, dtype: str, ta
     constants = dict(zip(kernel.arg_names[-len(values) :], values, strict=True))
     types = attention_types(kernel, constants, dtype, fp32)
     return compile_triton(kernel, types, constants, target, num_warps=tile.warps, num_stages=tile.stages)
+
+
+def compile_flash2(
+    name: str, tile: TileConfig, head_dim: int, options: Options, dtype: str, target: str, tma: bool = False
+):
+    """Compile one of flash2's plain kernels at a tile; `name` is forward, key_gradient or query_gradient."""
+    values = host.constants_of(tile, head_dim, options, interpreted=False, tma=tma)
+    bounded = (False,) if name == "key_gradient" else ()
+    return compile_attention(getattr(host, f"{name}_kernel"), values + bounded, tile, dtype, target)

@@ -19,7 +19,7 @@ import torch
 import triton
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from bench.common.compilation import MULTIPLE, TARGETS, compile_attention, compile_triton
+from bench.common.compilation import MULTIPLE, TARGETS, compile_attention, compile_flash2, compile_triton
 from kernels.adamw import triton_kernels as adamw
 from kernels.common.launching import triton_version
 from kernels.cross_entropy import hopper as hopper_loss
@@ -77,9 +77,7 @@ def compile_plain(group, target, head_dim, dtype, causal, dropout, seq_len=LONG,
     options, rows = Options(blocks=blocks, causal=causal, dropout_p=0.1 if dropout else 0.0), []
     for name, tile in tiles._asdict().items():
         tma = target == "sm_90" and dtype != "fp32"
-        values = plain.constants_of(tile, head_dim, options, interpreted=False, tma=tma)
-        bounded = (False,) if name == "key_gradient" else ()
-        compiled = compile_attention(getattr(plain, f"{name}_kernel"), values + bounded, tile, dtype, target)
+        compiled = compile_flash2(name, tile, head_dim, options, dtype, target, tma)
         rows.append(report(target, group, [name, head_dim, dtype, causal, dropout, seq_len], compiled))
     return rows
 

@@ -15,7 +15,7 @@ import re
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
-from bench.common.compilation import compile_attention
+from bench.common.compilation import compile_attention, compile_flash2
 from kernels.flash1 import launch as flash1_launch
 from kernels.flash1 import triton_kernels as flash1
 from kernels.flash2.options import Options
@@ -57,10 +57,7 @@ def compiled_flash2(arch: str, kernel: str, head_dim: int, dtype: str, options: 
     kind = head_dim, DTYPES[dtype], options.causal, LONG, options.dropout_p > 0
     tiles = plain_tiles_for(arch, *kind)
     assert all(plain_tiles_for(card, *kind) == tiles for card in FAMILIES.get(arch, [])), "split the family"
-    tile = getattr(tiles, kernel)
-    values = plain.constants_of(tile, head_dim, options, interpreted=False, tma=False)
-    bounded = (False,) if kernel == "key_gradient" else ()
-    return compile_attention(getattr(plain, f"{kernel}_kernel"), values + bounded, tile, dtype, arch)
+    return compile_flash2(kernel, getattr(tiles, kernel), head_dim, options, dtype, arch)
 
 
 def rows_of(arch: str, group: str, name: list, compiled, cards: list[str] | None = None) -> list[dict]:
