@@ -101,13 +101,12 @@ def with_sizes(model: ModelConfig, sizes: Mapping, longest: int, source: str | P
             f"model.context_length={model.context_length} exceeds the {longest} positions of "
             f"model.pretrained={source}; set model.context_length={longest} or less"
         )
-    kv_heads = sizes.get("n_kv_head") or sizes["n_head"]  # Hugging Face's GPT-2 has no n_kv_head.
-    if model.n_kv_head not in (None, kv_heads):
+    kv_heads = sizes.get("n_kv_head")  # null, or not there in Hugging Face's GPT-2: n_head
+    if model.n_kv_head not in (None, found := kv_heads or sizes["n_head"]):
         raise UserError(
-            f"model.n_kv_head={model.n_kv_head} contradicts the {kv_heads} key heads of "
-            f"model.pretrained={source}; leave model.n_kv_head out"
+            f"model.n_kv_head={model.n_kv_head} contradicts the {found} key heads of model.pretrained={source}; leave "
+            "model.n_kv_head out"
         )
-    kv_heads = None if kv_heads == sizes["n_head"] else kv_heads  # as in a new model, so that a resumed run is equal
     return replace(model, n_kv_head=kv_heads, **{key: sizes[key] for key in SIZES})
 
 
