@@ -6,8 +6,8 @@ Examples:
   python -m bench.amd rocprof=results.csv                    counters of a run on an AMD GPU, as GOPS and GB/s
 
 gfx90a is the MI200 series (MI210, MI250), gfx942 the MI300 series. `waves` is the number of waves per SIMD, at most 8.
-It takes Triton's LDS into account, which LLVM's own figure leaves out. MFMA, LDS, VMEM and VALU instructions are those
-of the inner loop, over tiles without a mask, in one wave. `work` is the loop's multiply-adds over those that the tile
+It takes Triton's LDS into account, which LLVM's own figure leaves out. MFMA, LDS, VMEM and VALU count instructions of
+one wave in the inner loop, over tiles without a mask. `work` divides the loop's multiply-adds by the number that a tile
 needs: above 1, waves compute the same products. `per kMAC` is the loop's instructions per 1,000 needed multiply-adds.
 A tile is queries x keys, w warps, s stages.
 
@@ -76,7 +76,7 @@ class AmdSettings:
     head_dims: list[int] = field(default_factory=lambda: [64, 128])
     """Padded head sizes: powers of two."""
     search: bool = False
-    """Compile all candidate tiles, not only those of tiles.json, and mark the best of each kernel."""
+    """Compile all candidate tiles, not only the tiles in tiles.json, and mark the best of each kernel."""
     rocprof: Path | None = None
     """A CSV file of rocprof (version 1). It is converted, and nothing is compiled."""
     bytes_per_thread: int = 16

@@ -1,6 +1,6 @@
 """The GPU's own counters, such as bytes to and from HBM, which Nsight Compute's ncu reads around each kernel.
 
-ncu neither flushes caches nor fixes clocks, so that hits in the second-level cache do not count as HBM traffic.
+ncu does not flush caches, so hits in the second-level cache do not count as HBM traffic. It does not fix clocks.
 """
 
 import csv

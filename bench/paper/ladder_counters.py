@@ -96,7 +96,7 @@ def counters_of(kernels: list[Metrics]) -> dict[str, float | None]:
 
 
 def counter_parts(rows: list[dict]) -> list[str]:
-    """Return a table of counters for each pass and shape, or a sentence with the reason why there are no tables."""
+    """Return a table of counters for each pass and shape, or the reason why the counters are missing."""
     rows = [row for row in rows if row["measured"] == "counters" and "variant" in row]
     parts = []
     for (pass_, head_dim), group in itertools.groupby(rows, key=lambda row: (row["pass"], row["head_dim"])):

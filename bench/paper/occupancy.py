@@ -58,7 +58,7 @@ def residency(registers: int, shared_bytes: int, threads: int, limits: Limits) -
         registers: Registers of a thread. A warp-specialised kernel counts the number at its launch.
         shared_bytes: Static and dynamic shared memory of a program.
         threads: Threads of a program, including all specialised warps.
-        limits: What a multiprocessor has.
+        limits: The resources of a multiprocessor.
     """
     warps = ceil(threads / WARP)
     of_warp = ceil(max(registers, 1) * WARP / REGISTER_UNIT) * REGISTER_UNIT

@@ -8,11 +8,11 @@ from kernels.hopper.gluon_versions import barrier, tma_load
 
 @gluon.jit
 def load(kv_s, qdo_s, stats_s, full, empty, row_q, row_k, column, steps, q, k, v, dout, stats, row, first):
-    """Load a tile of K and V once, then tiles of queries from row_q on, each into the slot of the ring that is free.
+    """Load a tile of K and V once. Then load tiles of queries from row_q on, each into a free slot of the ring.
 
-    kv_s [2, N, D] holds K and V, for which the last barrier of `full` waits. qdo_s [4, M, D] holds Q in slots 0 and 1,
-    and dO in slots 2 and 3. stats_s [4, 1, M] holds logsumexp and delta likewise. In the matrix stats, they are in
-    `row` and the row after it, from column `first` on.
+    kv_s [2, N, D] holds K and V; the last barrier of `full` counts their bytes. qdo_s [4, M, D] holds Q in slots 0 and
+    1, and dO in slots 2 and 3. stats_s [4, 1, M] holds logsumexp in slots 0 and 1, and delta in slots 2 and 3. The
+    matrix `stats` holds logsumexp in `row` and delta in the next row, from column `first` on.
     """
     mbarrier.expect(full.index(2), 2 * k.block_type.nbytes)
     tma_load(k, [row_k, column], full.index(2), kv_s.index(0))

@@ -1,6 +1,6 @@
 """Let neighbouring threads read and write neighbouring elements of a row.
 
-The kernels are those of step 1, except for one line: `threads` gives neighbouring columns to neighbouring threads. The
+One line differs from step 1: the function `threads` gives neighbouring columns to neighbouring threads. The
 32 threads of a warp now read or write 256 bytes in one piece (coalesced access).
 
 Expected: a faster softmax and faster stores of S. Products still load each operand from L1, and read K by columns.

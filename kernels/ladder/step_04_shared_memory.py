@@ -1,4 +1,4 @@
-"""Copy each tile of Q, K and V to shared memory once, where all threads of the program find it.
+"""Copy each tile of Q, K and V to shared memory once, for all threads of the program.
 
 In step 3, each thread loads its own operands. Here, the threads load a tile together, 16 bytes each and coalesced, and
 store it in shared memory row by row. The rows are 128 or 256 bytes long and shared memory has 32 banks of 4 bytes, so

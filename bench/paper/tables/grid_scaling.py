@@ -176,7 +176,7 @@ def draw_axis(axes: Axes, rows: list[dict], axis: str, name: str) -> None:
 
 
 def draw_waves(axes: Axes, rows: list[dict]) -> None:
-    """Draw the staircase of waves, with ticks where the heads are a multiple of the multiprocessors."""
+    """Draw the staircase of waves, with ticks at multiples of the number of multiprocessors."""
     for variant in VARIANTS:
         points = curve(rows, WAVES, variant, "forward")
         look = {"color": LOOKS[variant].colour, "markersize": 4, "label": f"{variant} forward"}
