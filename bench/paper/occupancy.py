@@ -85,16 +85,6 @@ def device_limits(driver: ctypes.CDLL, device: int = 0) -> Limits:
     return Limits(*sizes, reserved, has.max_threads_per_multi_processor, programs)
 
 
-def resident_programs(driver: ctypes.CDLL, function: int, threads: int, shared_bytes: int) -> int:
-    """Return the result of the driver's own calculation for a loaded kernel; `shared_bytes` is its dynamic memory."""
-    programs = ctypes.c_int()
-    arguments = ctypes.c_void_p(function), ctypes.c_int(threads), ctypes.c_size_t(shared_bytes)
-    status = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(ctypes.byref(programs), *arguments)
-    if status:
-        raise RuntimeError(f"cuOccupancyMaxActiveBlocksPerMultiprocessor returned {status}")
-    return programs.value
-
-
 def _attribute(driver: ctypes.CDLL, number: int, device: int) -> int:
     value = ctypes.c_int()
     status = driver.cuDeviceGetAttribute(ctypes.byref(value), number, device)

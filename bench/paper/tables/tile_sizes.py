@@ -19,7 +19,7 @@ from bench.common.timing import Gpu, recorded, sampler_of
 from bench.paper.attentions import tiled
 from bench.paper.byte_counts import share_of, tile_traffic
 from bench.paper.hbm_counters import counted
-from bench.paper.occupancy import WARP, device_limits, limiting, residency, resident_programs, waves
+from bench.paper.occupancy import WARP, device_limits, limiting, residency, waves
 from bench.paper.settings import PaperSettings
 from kernels.common import launching as launcher
 from kernels.common.launching import arch_of
@@ -99,16 +99,16 @@ def computed_bytes(tile: TileConfig, shape: AttentionShape, arch: str) -> dict[s
 def resources(kernel, tile: TileConfig, shape: AttentionShape) -> dict:
     """Return what a compiled kernel takes, how many of its programs are resident, and why not more."""
     driver, threads, shared = ctypes.CDLL("libcuda.so.1"), WARP * tile.warps, kernel.metadata.shared
-    limits, blocks = device_limits(driver), resident_programs(driver, kernel.function, threads, shared)
+    held = residency(kernel.n_regs, shared, threads, device_limits(driver))
     grid = shape.batch * shape.heads * -(-shape.seq_len // tile.queries)
     return {
         "registers": kernel.n_regs,
         "spills": kernel.n_spills,
         "shared_bytes": shared,
-        "resident_blocks": blocks,
-        "limits": residency(kernel.n_regs, shared, threads, limits).by_cause,
-        "occupancy": blocks * threads / limits.threads,
-        "waves": waves(grid, blocks, torch.cuda.get_device_properties().multi_processor_count),
+        "resident_blocks": held.programs,
+        "limits": held.by_cause,
+        "occupancy": held.occupancy,
+        "waves": waves(grid, held.programs, torch.cuda.get_device_properties().multi_processor_count),
     }
 
 
