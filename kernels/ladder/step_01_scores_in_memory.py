@@ -3,8 +3,8 @@
 Standard attention (Algorithm 0 of the FlashAttention paper) has three kernels with T x T matrices in HBM. Neighbouring
 threads own neighbouring rows here. Rows are far apart: a warp touches 32 sectors of 32 bytes and uses 4 bytes of each.
 
-Expected: about 1 % of the tensor cores' peak, because every kernel waits for memory.
-Counter: sectors per request of global loads and stores. 32 is the worst value; 4 is the best for 4-byte elements.
+Expected: below 1 % of the tensor cores' peak, because every kernel waits for memory.
+Counter: sectors per request. Stores have 32, the worst value. Loads have fewer: many threads read the same address.
 """
 
 import torch

@@ -3,9 +3,9 @@
 Only the function `shared` differs from step 4: row r stores its 16-byte pieces in the order piece XOR (r mod 8). So
 threads that read the same column of eight neighbouring rows use different banks.
 
-Expected: no conflicts of loads, and the arithmetic units become the limit: the fp32 units have a fifteenth of the
-tensor cores' peak.
-Counter: bank conflicts of shared loads (`gl.bank_conflicts` computes 1 for K, 0 for Q and P); fp32 instructions.
+Expected: fewer conflicts of loads. Some remain, because a warp reads every fourth row of K. So the fp32 units, with a
+fifteenth of the tensor cores' peak, are not the limit yet.
+Counter: bank conflicts of shared loads (`gl.bank_conflicts` computes 1 for K, 0 for Q and P).
 """
 
 import torch

@@ -6,7 +6,7 @@
 3. exp2 with log2(e) in the scale replaces exp, which multiplies by log2(e) for each element.
 
 Expected: up to twice the speed of step 6 (the paper's own gain over FlashAttention).
-Counter: barriers in the loop and instructions per tile, which both fall.
+Counter: barriers in the loop and accesses to shared memory, which both fall.
 """
 
 import torch

@@ -4,7 +4,7 @@ In steps 4 to 7, a thread loads a tile into registers, waits, and stores it. `cp
 registers, and the thread goes on. While the program multiplies one tile of K and V, the next one is under way.
 
 Expected: the latency of memory hides behind the products.
-Counter: stalls that wait for global memory (long scoreboard), which fall; registers per thread, which fall.
+Counter: stalls that wait for global memory (long scoreboard), which fall; stores to shared memory, which vanish.
 """
 
 import torch

@@ -4,8 +4,8 @@ A producer warp waits for a free slot of a ring and copies the next tile of K an
 queries each, and free the slots. While one consumer computes its softmax, the other one can multiply. The tiles have
 128 keys instead of 64, and a consumer keeps Q in registers.
 
-Expected: 1.1 to 1.3 times the speed at head size 128. At 64, a multiprocessor has room for one program instead of five.
-Counter: tensor pipe activity; barriers in the loop; bytes read from L2.
+Expected: up to 1.1 times the speed at head size 128. At 64, a loss: a multiprocessor has room for 1 program, not 5.
+Counter: tensor pipe activity; bytes read from L2, which halve.
 """
 
 import torch

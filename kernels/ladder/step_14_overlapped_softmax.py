@@ -1,6 +1,6 @@
 """Multiply during the softmax: compute the softmax of tile n under P V of tile n - 1.
 
-Expected: 1.1 to 1.2 times the speed. At head size 64, the exponentials take as long as both products.
+Expected: about 1.1 times the speed. At head size 64, the exponentials take as long as both products.
 Counter: tensor pipe activity. The shipped kernel adds persistent programs and tiles that were chosen for each shape.
 """
 

@@ -3,8 +3,9 @@
 S and dP are computed once for all three gradients: 5 products of a pair of tiles instead of 7. Many programs add to one
 row of dQ, so they use atomics in fp32. The order of the additions differs from run to run. A last pass rounds the sum.
 
-Expected: 7/5 of the speed of two kernels, less the cost of the atomics. A pair of 64 x 64 tiles adds 4,096 floats at
-    head size 64. A thread adds four floats per instruction, so it issues 8 instructions and computes 8 addresses.
+Expected: 7/5 of the speed of two kernels, less the cost of the atomics. On an H100, the cost is larger. A pair
+    of 64 x 64 tiles adds 4,096 floats at head size 64. A thread adds four floats per instruction, so it issues 8
+    instructions and computes 8 addresses. To get four neighbours, it exchanges its floats through shared memory.
 Counter: throughput of the L2 cache, which executes the atomics, beside activity of the tensor pipe.
 """
 

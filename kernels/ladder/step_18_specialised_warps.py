@@ -1,7 +1,7 @@
 """Give the warps different jobs: one warp loads tiles by TMA, and two warpgroups multiply, with 64 keys each.
 
-Expected: a third or more. The multiplying warps copy nothing, get 240 registers per thread, and wait for a product only
-    before they use it. So exponentials run under the product of dP, and dQ leaves under the product of dK.
+Expected: a quarter or more. The multiplying warps copy nothing, get 240 registers per thread, and wait for a product
+    only before they use it. So exponentials run under the product of dP, and dQ leaves under the product of dK.
 Counter: activity of the tensor pipe.
 """
 
