@@ -41,7 +41,7 @@ One call of each step and of flash2, from ncu, with warm caches. If a step has s
 percentages are means weighted by time, and waves are of the longest kernel. Achieved occupancy: resident warps as a \
 share of the most possible. Tensor pipe: share of the cycles of active multiprocessors. L1, L2, DRAM: share of the \
 peak throughput, as Nsight Compute's "GPU Speed Of Light" shows it; L1 includes shared memory. Sectors of 32 bytes \
-for each load or store instruction of a warp, without cp.async and TMA. M: millions. Shared efficiency: accesses to \
+for each load or store instruction of a warp, without TMA. M: millions. Shared efficiency: accesses to \
 shared memory by load and store instructions that are not bank conflicts, as a share of all of them; wgmma and TMA \
 are left out. Stalls: share of the warps' time that waits for global or local memory (long scoreboard) or at a \
 barrier. A dash: this ncu lacks the metric, or the step has no such access."""
