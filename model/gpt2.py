@@ -17,10 +17,9 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from errors import UserError, check_range, check_rate
 from kernels.cross_entropy import linear_cross_entropy
-from kernels.gelu import gelu_mlp
 from kernels.layer_norm import normalise
-from kernels.linear import linear
 from model.attention import Attention, split_projection
+from model.linear import Linear, gelu_mlp
 
 PAD_VOCABULARY_TO = 64
 # Far larger than any model that trains. Beyond these sizes torch overflows or creates layers for hours.
@@ -119,7 +118,7 @@ class Branch(nn.Module):
     compute the gradient of its bias. The next LayerNorm does, and gets the bias as added_bias.
     """
 
-    c_proj: nn.Linear
+    c_proj: Linear
     dropout: nn.Dropout
 
     @property
@@ -138,11 +137,11 @@ class Branch(nn.Module):
 
 
 class SelfAttention(Branch):
-    def __init__(self, config: ModelConfig, attention: Attention, layer: int):
+    def __init__(self, config: ModelConfig, attention: Attention, layer: int, fp8: bool):
         super().__init__()
         self.heads, self.layer, self.attention = (config.n_head, config.kv_heads), layer, attention
-        self.c_attn = nn.Linear(config.n_embd, (config.n_head + 2 * config.kv_heads) * config.head_dim)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
+        self.c_attn = Linear(config.n_embd, (config.n_head + 2 * config.kv_heads) * config.head_dim, fp8)
+        self.c_proj = Linear(config.n_embd, config.n_embd, fp8)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, stream: Tensor, cache: KeyValueCache | None, cu_seqlens: Tensor | None) -> Tensor:
@@ -158,14 +157,14 @@ class SelfAttention(Branch):
         else:
             q, k, v = split_projection(self.c_attn(x), *self.heads)
             y = self.attention(q, *cache.extend(self.layer, k, v), **options)
-        return self.end(partial(linear, y.reshape(B, T, C), self.c_proj.weight), stream)
+        return self.end(partial(self.c_proj.product, y.reshape(B, T, C)), stream)
 
 
 class MLP(Branch):
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, fp8: bool):
         super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
+        self.c_fc = Linear(config.n_embd, 4 * config.n_embd, fp8)
+        self.c_proj = Linear(4 * config.n_embd, config.n_embd, fp8)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, stream: Tensor, keep_output: bool = True) -> Tensor:
@@ -173,8 +172,7 @@ class MLP(Branch):
 
         Without keep_output the backward pass recomputes GELU's output, which halves the saved memory.
         """
-        weights = self.c_fc.weight, self.c_fc.bias, self.c_proj.weight
-        return self.end(partial(gelu_mlp, x, *weights, keep_output=keep_output), stream)
+        return self.end(partial(gelu_mlp, x, self.c_fc, self.c_proj, keep_output=keep_output), stream)
 
 
 class LayerNorm(nn.LayerNorm):
@@ -184,13 +182,13 @@ class LayerNorm(nn.LayerNorm):
 
 
 class Block(nn.Module):
-    def __init__(self, config: ModelConfig, attention: Attention, layer: int, activation_checkpointing: str):
+    def __init__(self, config: ModelConfig, attention: Attention, layer: int, activation_checkpointing: str, fp8: bool):
         super().__init__()
         self.activation_checkpointing = activation_checkpointing
         self.ln_1 = LayerNorm(config.n_embd)
-        self.attn = SelfAttention(config, attention, layer)
+        self.attn = SelfAttention(config, attention, layer, fp8)
         self.ln_2 = LayerNorm(config.n_embd)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config, fp8)
 
     def forward(self, *inputs) -> tuple[Tensor, Tensor | None]:
         """Call `_forward`. With full activation checkpointing, save no activations for the backward pass."""
@@ -221,13 +219,16 @@ class GPT2(nn.Module):
     recomputes only GELU's output, which has the size of four such tensors.
     """
 
-    def __init__(self, config: ModelConfig, attention: Attention, activation_checkpointing: str = "none"):
+    def __init__(
+        self, config: ModelConfig, attention: Attention, activation_checkpointing: str = "none", fp8: bool = False
+    ):
+        """Create random weights. With fp8, the linear layers of the blocks multiply in FP8 while the model trains."""
         super().__init__()
         self.config, self.attention = config, attention
         self.wte = nn.Embedding(config.padded_vocab_size, config.n_embd)
         self.wpe = nn.Embedding(config.context_length, config.n_embd)
         self.drop = nn.Dropout(config.dropout)
-        blocks = (Block(config, attention, layer, activation_checkpointing) for layer in range(config.n_layer))
+        blocks = (Block(config, attention, layer, activation_checkpointing, fp8) for layer in range(config.n_layer))
         self.h = nn.ModuleList(blocks)
         self.ln_f = nn.LayerNorm(config.n_embd)
         self.apply(self._initialise)

@@ -73,11 +73,23 @@ def build_model(
     kind = {"head_dim": shape.head_dim, "dtype": compute.dtype, "dropout_p": shape.dropout, "documents": document_mask}
     kind |= {"context_length": shape.context_length, "groups": shape.groups, "sampling": settings.sample_tokens > 0}
     check_attention(attention, device=compute.device, **kind)
+    check_fp8(shape, compute)
     torch.manual_seed(settings.seed)
-    model = GPT2(shape, build_attention(attention), settings.activation_checkpointing)
+    model = GPT2(shape, build_attention(attention), settings.activation_checkpointing, compute.fp8)
     if shape.pretrained is not None and not is_resumed:
         load_weights(model, shape.pretrained)
     return model.to(compute.device)
+
+
+def check_fp8(shape: ModelConfig, compute: Compute) -> None:
+    """Refuse sizes whose products the GPU does not compute in FP8."""
+    sizes = {"context_length": shape.context_length, "n_embd": shape.n_embd, "n_kv_head": shape.kv_heads}
+    widths = {**sizes, "n_kv_head": 2 * shape.kv_heads * shape.head_dim}
+    if compute.fp8 and (wrong := next((key for key, width in widths.items() if width % 16), None)):
+        raise UserError(
+            f"precision=fp8 needs matrices whose sides are multiples of 16, unlike with model.{wrong}={sizes[wrong]}; "
+            f"choose another model.{wrong}, or set precision=bf16"
+        )
 
 
 def build_loader(settings: TrainConfig, tokens: TokenSet, shape: ModelConfig, compute: Compute) -> TrainLoader:

@@ -7,7 +7,8 @@ import torch
 from errors import UserError, check_choice
 from trainer.distributed.world import ALONE, World
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+FP8_FROM = (8, 9)  # compute capability: Ada and Hopper
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.bfloat16}
 
 
 @dataclass
@@ -15,7 +16,8 @@ class PrecisionConfig:
     """The dtype of matrix products (group `precision`). Weights and optimizer stay fp32."""
 
     name: str = "auto"
-    """auto (bf16 on a GPU that has it, fp32 elsewhere), bf16, fp16 (with a scaled loss) or fp32."""
+    """auto (bf16 on a GPU that has it, fp32 elsewhere), bf16, fp16 (with a scaled loss), fp32, or fp8: the blocks'
+    linear layers train in FP8, and all else is in bf16."""
 
     def __post_init__(self):
         check_choice("precision.name", self.name, ("auto", *DTYPES))
@@ -28,6 +30,8 @@ class Compute:
     device: torch.device
     dtype: torch.dtype
     world: World = ALONE
+    fp8: bool = False
+    """Whether the linear layers of the blocks train in FP8."""
 
     def autocast(self) -> torch.autocast:
         """Return a context that computes matrix products in `dtype`. It does nothing for fp32."""
@@ -39,7 +43,9 @@ class Compute:
 
     @property
     def precision(self) -> str:
-        """bf16, fp16 or fp32."""
+        """fp8, bf16, fp16 or fp32."""
+        if self.fp8:
+            return "fp8"
         return next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
 
     @property
@@ -68,4 +74,11 @@ def choose_compute(device: str, precision: PrecisionConfig, world: World = ALONE
         raise UserError(f"precision=bf16 does not run on {gpu}; set precision=fp16 or precision=fp32")
     if name == "fp16" and place.type == "cpu":
         raise UserError("precision=fp16 needs a GPU; set precision=fp32 or precision=bf16 on a CPU")
-    return Compute(place, DTYPES[name], world)
+    if name == "fp8" and place.type == "cuda" and not _has_fp8(place):
+        gpu = torch.cuda.get_device_name(place)
+        raise UserError(f"precision=fp8 does not run on {gpu}, which is older than Ada and Hopper; set precision=bf16")
+    return Compute(place, DTYPES[name], world, fp8=name == "fp8")
+
+
+def _has_fp8(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= FP8_FROM

@@ -13,13 +13,15 @@ from trainer.checkpoint.load import of_this_version
 from trainer.checkpoint.sharded import read_parts
 from trainer.distributed.parallel import split_moments, split_weights
 from trainer.distributed.world import ALONE, World
+from trainer.scales import ScaleUpdates
 
 NUMBERS = ("step", "best_loss", "best_step", "evaluated", "skipped", "norms")
 
 
 @dataclass
 class TrainState:
-    """Weights, optimizer, loss scale, the loader's position, random generators, settings, and the number of steps."""
+    """Weights, optimizer, the loader's position, random generators, settings, the number of steps, and the scales of
+    the loss and of FP8."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -35,6 +37,10 @@ class TrainState:
     config: State = field(default_factory=dict)  # the run's settings, which a resumed run takes over
     world: World = ALONE
     resumed_from: int = 0  # number of processes that wrote the checkpoint
+    scales: ScaleUpdates = field(init=False)  # of FP8
+
+    def __post_init__(self):
+        self.scales = ScaleUpdates(self.model, self.world)
 
     @property
     def tokens(self) -> int:
@@ -57,6 +63,7 @@ class TrainState:
             "optimizer": self.optimizer.state_dict(),
             "parameters": [names[p] for group in groups for p in group["params"]],  # in the optimizer's order
             "scaler": self.scaler.state_dict(),
+            "scales": self.scales.state_dict(),
             "loader": self.loader.state_dict(),
             "config": self.config,
             "tokenizer": self.tokenizer,
@@ -77,6 +84,7 @@ class TrainState:
         self.optimizer.load_state_dict(moments | {"param_groups": groups})
         if state["scaler"]:  # only runs in fp16 have one
             self.scaler.load_state_dict(state["scaler"])
+        self.scales.load_state_dict(state.get("scales", {}))
         self.loader.load_state_dict(state["loader"])
         for key in NUMBERS:  # The conversion refuses other values than numbers.
             setattr(self, key, type(getattr(self, key))(state[key]))

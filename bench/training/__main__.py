@@ -55,7 +55,7 @@ TRAINERS = {
     for name, attentions in ATTENTIONS.items()
     for compiled in (True, False)
     for trainer in (Trainer(name, attention, compiled) for attention in attentions)
-}
+} | {"ours:flash2:fp8": Trainer("ours", "flash2", precision="fp8")}
 MAIN, NAIVE = ("ours:flash2", "nanogpt:sdpa"), ("ours:naive", "nanogpt:naive")
 WITH_NAIVE = "gpt2_8k", "gpt2_16k"  # around the longest context that naive attention has memory for
 LONGEST_FLOOR = 8192  # At longer contexts the floor is nearly all attention.
@@ -192,7 +192,11 @@ def floor_parts(cell: TrainingCell, rows: list[dict], gpu: Gpu) -> dict[str, Fin
 
 def name_of(row: dict) -> str:
     """Return the trainer's name of a row, such as ours:flash2."""
-    return "floor" if row["trainer"] == "floor" else str(Trainer(row["trainer"], row["attention"], row["compiled"]))
+    return (
+        "floor"
+        if row["trainer"] == "floor"
+        else str(Trainer(*(row[key] for key in ("trainer", "attention", "compiled")), row.get("precision", "bf16")))
+    )
 
 
 def text_of(row: dict) -> str:

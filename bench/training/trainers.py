@@ -1,7 +1,7 @@
 """The trainers of bench.training: ours, nanoGPT's and Hugging Face's GPT-2, each as steps on random tokens.
 
-All use bf16 autocast, fp32 parameters, fused AdamW and gradient clipping at 1. Ours runs train.py's own step. The peers
-use torch's AdamW. nanoGPT's model comes from a file that the user names, in the loop of nanoGPT's train.py.
+All use bf16 autocast, fp32 parameters, fused AdamW and gradient clipping at 1. Ours runs train.py's own step, also in
+FP8. The peers use torch's AdamW. nanoGPT's model comes from a file that the user names, in the loop of its train.py.
 """
 
 import runpy
@@ -31,6 +31,7 @@ from trainer.distributed.world import ALONE, World
 from trainer.graphs import capture
 from trainer.optimizer import OptimizerConfig, build_optimizer
 from trainer.precision import Compute
+from trainer.scales import ScaleUpdates
 from trainer.state import TrainState
 
 VOCABULARY = 50257
@@ -75,9 +76,12 @@ class Trainer:
     attention: str
     """A variant's name. For ours also custom:module:function, a user's own function."""
     compiled: bool = True
+    precision: str = "bf16"
+    """bf16, or for ours also fp8."""
 
     def __str__(self) -> str:
-        return f"{self.name}:{self.attention}" + ("" if self.compiled else ":eager")
+        suffixes = ([] if self.compiled else ["eager"]) + (["fp8"] if self.precision == "fp8" else [])
+        return ":".join([self.name, self.attention, *suffixes])
 
 
 class Job:
@@ -121,7 +125,8 @@ class Job:
             else:
                 parameter.fill_(float(name.endswith("weight")))  # LayerNorm weights are 1.
         for buffer in self.model.buffers():
-            buffer.copy_(torch.ones_like(buffer).tril())  # The peers' only buffers are causal masks.
+            if buffer.ndim > 1:
+                buffer.copy_(torch.ones_like(buffer).tril())  # The peers' only buffers are causal masks.
         for state in self.optimizer.state.values():
             for x in state.values():
                 x.zero_()
@@ -176,6 +181,10 @@ class OurJob(Job):
         self.batch, self.micro_step = None, self.queued
         super().park()
 
+    def resume(self) -> None:
+        super().resume()
+        self.state.scales = ScaleUpdates(self.state.model, self.compute.world)
+
 
 def ours(
     cell: TrainingCell,
@@ -192,9 +201,9 @@ def ours(
     attention = CustomConfig(function=function) if function else VARIANTS[variant]()
     data = DataConfig(name="tokens", dir="", tokenizer="gpt2")
     config = Config(attention=attention, model=cell.shape(), data=data, train=settings)
-    compute = Compute(torch.device(device), DTYPE, world)
+    compute = Compute(torch.device(device), DTYPE, world, fp8=trainer.precision == "fp8")
     with torch.device(device):
-        model = GPT2(config.model, build_attention(attention), checkpointing)
+        model = GPT2(config.model, build_attention(attention), checkpointing, compute.fp8)
     shard(model, compute, settings.reshard_after_forward)
     optimizer, synthetic = build_optimizer(model, config.optimizer), RandomTokens(cell.context_length, device)
     state = TrainState(model, optimizer, compute.grad_scaler(), loader or synthetic, "gpt2")

@@ -22,7 +22,7 @@ SLABS = 256  # at most so many partial sums of the bias's gradient
 
 
 @triton.jit
-def _gelu(v):
+def gelu_and_slope(v):
     """Return GELU and its slope, both in fp32."""
     squares = v * v
     s = 1 / (1 + tl.exp2(v * (SLOPE + CUBIC * squares) * MINUS_LOG2_E))
@@ -40,7 +40,7 @@ def gelu_kernel(
     mask = (o_m < rows)[:, None] & (o_n < columns)[None, :]
     o_x = o_m[:, None] * columns + o_n[None, :]  # [M, N]
     b_bias = tl.load(bias + o_n, mask=o_n < columns, other=0.0).to(tl.float32)[None, :]  # [1, N]
-    b_out, slope = _gelu(tl.load(x + o_x, mask=mask, other=0.0).to(tl.float32) + b_bias)
+    b_out, slope = gelu_and_slope(tl.load(x + o_x, mask=mask, other=0.0).to(tl.float32) + b_bias)
     tl.store(out + o_x, to(b_out, out.dtype.element_ty, UPCAST), mask=mask)
     if KEEP_OUTPUT:
         tl.store(x + o_x, to(slope, out.dtype.element_ty, UPCAST), mask=mask)
@@ -68,7 +68,7 @@ def gelu_gradient_kernel(
         o_x = o_m[:, None] * columns + o_n[None, :]  # [M, N]
         slope = tl.load(saved + o_x, mask=mask, other=0.0).to(tl.float32)
         if not KEEP_OUTPUT:
-            b_out, slope = _gelu(slope + b_bias)
+            b_out, slope = gelu_and_slope(slope + b_bias)
             tl.store(recomputed + o_x, to(b_out, dx.dtype.element_ty, UPCAST), mask=mask)
         # dx = dout * slope [M, N]
         b_dx = tl.load(dout + o_x, mask=mask, other=0.0).to(tl.float32) * slope

@@ -4,16 +4,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from errors import UserError, check_choice
 from kernels.flash1 import flash1
 from kernels.flash2 import flash2, flash2_packed
 from kernels.fused_softmax import LONGEST_ROW, fused_softmax
-from kernels.linear import linear
 from kernels.naive.definition import same_document, standard_attention, visible
 from model.attention.protocol import Attention, AttentionConfig
+from model.linear import Linear
 
 SDPA_BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -79,7 +79,7 @@ class Flash2(Attention):
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
         return flash2(q, k, v, deterministic=self.deterministic, **options)
 
-    def projected(self, x: Tensor, projection: nn.Linear, heads: int, kv_heads: int, **options) -> Tensor:
+    def projected(self, x: Tensor, projection: Linear, heads: int, kv_heads: int, **options) -> Tensor:
         """Pass the packed projection to the kernel.
 
         The backward pass then writes the gradients of q, k and v into one tensor and sums them for the bias. The packed
@@ -87,7 +87,7 @@ class Flash2(Attention):
         """
         if kv_heads != heads:
             return super().projected(x, projection, heads, kv_heads, **options)
-        qkv = linear(x, projection.weight, projection.bias.detach()).unflatten(2, (3, heads, -1))
+        qkv = projection.product(x, projection.bias.detach()).unflatten(2, (3, heads, -1))
         return flash2_packed(qkv, bias=projection.bias, deterministic=self.deterministic, **options)
 
 

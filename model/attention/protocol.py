@@ -3,10 +3,10 @@
 from dataclasses import dataclass, fields
 
 from omegaconf import MISSING
-from torch import Tensor, nn
+from torch import Tensor
 
 from errors import UserError, first_line
-from kernels.linear import linear
+from model.linear import Linear
 
 
 class Attention:
@@ -45,9 +45,9 @@ class Attention:
         """
         raise NotImplementedError
 
-    def projected(self, x: Tensor, projection: nn.Linear, heads: int, kv_heads: int, **options) -> Tensor:
+    def projected(self, x: Tensor, projection: Linear, heads: int, kv_heads: int, **options) -> Tensor:
         """Project x (batch, seq, C) to q, k and v, and return their attention (batch, seq, heads, head_dim)."""
-        return self(*split_projection(linear(x, projection.weight, projection.bias), heads, kv_heads), **options)
+        return self(*split_projection(projection.product(x, projection.bias), heads, kv_heads), **options)
 
     def kept_share(self, seq_len: int) -> float:
         """Return the share of the causal pairs of seq_len tokens that the variant computes."""

@@ -156,7 +156,7 @@ def test_an_unknown_key_or_a_wrong_type_is_refused(override):
         ("model.n_head=5", "model.n_embd=128 is not a multiple of model.n_head=5; give a multiple, such as 130"),
         ("data.val_fraction=0", "data.val_fraction=0"),
         ("optimizer.beta1=1", "optimizer.beta1=1"),
-        ("precision.name=fp8", "precision.name=fp8 is unknown"),
+        ("precision.name=int8", "precision.name=int8 is unknown"),
         ("train.max_steps=0", "train.max_steps=0 is out of range; give at least 1"),
         ("train.batch_size=many", "train.batch_size=many is not a number; set a number, or auto on a GPU"),
         ("train.seed=-1", "train.seed=-1 is out of range; give at least 0"),

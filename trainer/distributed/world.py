@@ -44,6 +44,12 @@ class World:
             dist.all_reduce(x)
         return x
 
+    def maximum(self, x: Tensor) -> Tensor:
+        """Take the largest numbers of all processes, in place."""
+        if self.parallel != "none":
+            dist.all_reduce(x, dist.ReduceOp.MAX)
+        return x
+
     def from_first(self, value: T) -> T:
         """Return the first process's `value`, which may be any small object."""
         if self.parallel == "none":

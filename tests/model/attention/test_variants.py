@@ -28,6 +28,7 @@ from model.attention import (
     check_attention,
 )
 from model.attention.exact import Exact
+from model.linear import Linear
 from tests.kernels.accuracy import Case, assert_as_accurate, draw, outcome
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -125,7 +126,7 @@ def test_the_deterministic_switch_reaches_the_operator_and_follows_torch_unless_
         return backward(dout, qkv, out, logsumexp, dlogsumexp, deterministic, *options)
 
     monkeypatch.setattr(definition, "backward_packed", spy)
-    x, projection = torch.randn(1, 9, 32), torch.nn.Linear(32, 96)
+    x, projection = torch.randn(1, 9, 32), Linear(32, 96)
 
     def step(config: AttentionConfig) -> None:
         build_attention(config).projected(x, projection, 2, 2, causal=True, scale=0.25).sum().backward()

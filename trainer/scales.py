@@ -1,0 +1,69 @@
+"""The scales of FP8 training, which change between steps, and what the log says of them.
+
+A tensor's scale follows its peak: the largest number of the last step, or the peak before if that was larger, lowered
+by 1/16 each step. The scale is the power of two that puts twice the peak inside the format's range. So a tensor can
+double from one step to the next before numbers are clipped.
+"""
+
+import torch
+from torch import nn
+
+from kernels.fp8.definition import E4M3, E5M2
+from model.linear import FIRST_PEAKS, Scales
+from trainer.checkpoint.files import State
+from trainer.distributed.world import ALONE, World, local_part
+
+HEADROOM, FORGET = 2.0, 15 / 16
+LIMITS = {"input": E4M3, "weight": E4M3, "gradient": E5M2}
+
+
+class ScaleUpdates:
+    """Sets the scales of a model's linear layers after each step. It does nothing for a model without scales."""
+
+    def __init__(self, model: nn.Module, world: World = ALONE):
+        """Set the first scales, the weights' scales from the weights themselves."""
+        layers = [module for module in model.modules() if isinstance(getattr(module, "scales", None), Scales)]
+        self.layers, self.world = [layer.scales for layer in layers], world
+        if not layers:
+            return
+        device = layers[0].scales.input_scale.device
+        self.limits = torch.tensor([torch.finfo(LIMITS[role]).max for role in LIMITS], device=device)[:, None]
+        self.peaks = torch.tensor(list(FIRST_PEAKS.values()), device=device)[:, None].repeat(1, len(layers))
+        largest = torch.stack([local_part(layer.weight.detach()).abs().amax() for layer in layers])
+        self.peaks[1] = world.maximum(largest.float()).clamp(min=2.0**-20)  # zero has no scale
+        self.seen = torch.zeros(2, *self.peaks.shape, device=device)  # the last step's largest numbers and underflow
+        self._set()
+
+    def update(self) -> None:
+        """Take the statistics of the step that has ended, and set the scales of the next one."""
+        if not self.layers:
+            return
+        statistics = [getattr(layer, f"{role}_statistics") for role in LIMITS for layer in self.layers]
+        self.seen = torch.stack(statistics, 1).view(2, *self.peaks.shape)
+        torch._foreach_zero_(statistics)
+        largest = self.world.maximum(self.seen[0].clone())
+        usable = largest.isfinite() & (largest > 0)  # a step that is not finite leaves the scales as they are
+        self.peaks = torch.where(usable, torch.maximum(largest, FORGET * self.peaks), self.peaks)
+        self._set()
+
+    def _set(self) -> None:
+        scales = torch.exp2(torch.ceil(torch.log2(HEADROOM * self.peaks / self.limits)))
+        of_layers = [getattr(layer, f"{role}_scale") for role in LIMITS for layer in self.layers]
+        torch._foreach_copy_(of_layers, list(scales.flatten().unbind()))
+
+    def metrics(self) -> dict[str, float]:
+        """Return the largest number of the last step, and the largest underflow of a layer, for each role."""
+        if not self.layers:
+            return {}
+        found = self.seen.amax(2).tolist()
+        names = [f"fp8/{what}_{role}" for what in ("amax", "underflow") for role in LIMITS]
+        return dict(zip(names, [*found[0], *found[1]], strict=True))
+
+    def state_dict(self) -> State:
+        return {"peaks": self.peaks.tolist()} if self.layers else {}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the scales. A checkpoint of a run without FP8 has none, and the first scales stay."""
+        if self.layers and state:
+            self.peaks = torch.tensor(state["peaks"], device=self.peaks.device)
+            self._set()
