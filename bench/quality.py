@@ -6,7 +6,12 @@ cross-entropy in fp32 over all logits, clip_grad_norm_ and torch's unfused AdamW
 Training amplifies rounding: control=true trains the plain model again with torch's fused attention, and ends at another
 loss too. The program fails if the fast runs end more than 0.01 nats from the plain ones, on average over the seeds.
 
-Example: python -m bench.quality tokens=tokens/wikipedia seeds=[1,2,3] control=true
+fp8=true instead compares the fast step in FP8 with the fast step in bf16. The control is the fast step in bf16 with
+torch's fused attention.
+
+Examples:
+    python -m bench.quality tokens=tokens/wikipedia seeds=[1,2,3] control=true
+    python -m bench.quality tokens=tokens/wikipedia fp8=true control=true model_name=gpt2-medium
 """
 
 import statistics
@@ -56,12 +61,14 @@ class QualitySettings:
     """Steps of each run."""
     seeds: list[int] = field(default_factory=lambda: [1])
     """Seeds of the weights and of the order of the data."""
+    fp8: bool = False
+    """Compare FP8 with bf16, not the fast step with the plain one."""
     control: bool = False
-    """Also train the plain model with torch's fused attention."""
+    """Also train the model that the others are compared with once more, with torch's fused attention."""
     device: str = "cuda"
     """cuda or cpu."""
     out: Path | None = None
-    """File to write. null writes bench/results/<this GPU>/quality.json."""
+    """File to write. null writes bench/results/<this GPU>/quality.json, or fp8-quality.json with fp8=true."""
 
     def __post_init__(self):
         models = sorted(file.stem for file in (ROOT / "conf" / "model").glob("*.yaml"))
@@ -90,27 +97,31 @@ def run(settings: QualitySettings) -> None:
 
 
 def compare(settings: QualitySettings) -> float:
-    """Train all and write the curves. Return how far the fast runs end above the plain ones on average, in nats."""
+    """Train all and write the curves. Return how far the fast runs end above the plain ones on average, in nats.
+
+    With fp8=true, return how far FP8 ends above bf16.
+    """
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise UserError("device=cuda finds no GPU; use device=cpu with a small model, such as model_name=gpt2-nano")
     cell = TrainingCell(settings.model_name, settings.context_length, (settings.batch,))
     tokens = open_gpt2_tokens(settings.tokens, settings.context_length)
-    out = settings.out or results_folder() / "quality.json"
+    judged, base, file = ("fp8", "bf16", "fp8-quality.json") if settings.fp8 else ("fast", "plain", "quality.json")
+    out = settings.out or results_folder() / file
     about = {"environment": environment(), "model": cell.name, "batch_size": settings.batch}
     rows, ends = [], {}
     for seed in settings.seeds:
-        for name, curve in curves(cell, tokens.train, seed, settings):
+        for name, curve in (curves_of_precisions if settings.fp8 else curves)(cell, tokens.train, seed, settings):
             ends.setdefault(name, []).append(end := statistics.mean(curve[-LAST:]))
             losses = [finite(loss) for loss in curve]
             rows.append({"trained_by": name, "seed": seed, "end": finite(end), "loss_curve": losses})
             write(out, about | {"rows": rows})
             print(f"seed {seed}: {name} {end:.4f}")
-    plain = statistics.mean(ends.pop("plain"))
-    above = {name: statistics.mean(of_seeds) - plain for name, of_seeds in ends.items()}
-    print(", ".join(f"{name} {nats:+.4f}" for name, nats in above.items()) + " nats from plain")
+    middle = statistics.mean(ends.pop(base))
+    above = {name: statistics.mean(of_seeds) - middle for name, of_seeds in ends.items()}
+    print(", ".join(f"{name} {nats:+.4f}" for name, nats in above.items()) + f" nats from {base}")
     last = f"mean losses of the last {min(LAST, settings.steps)} of {settings.steps} steps"
     print(f"{last}; at most {TOLERANCE} wanted; written to {out}")
-    return above["fast"]
+    return above[judged]
 
 
 def curves(
@@ -118,24 +129,41 @@ def curves(
 ) -> Iterator[tuple[str, list[float]]]:
     """Yield the name (fast, plain, control) and the losses of each run of a seed."""
     device, steps = settings.device, settings.steps
-    shape = {"batch_size": settings.batch, "context_length": settings.context_length, "vocab_size": VOCABULARY}
-
-    def loader() -> TrainLoader:
-        return TrainLoader(tokens, seed=seed, device=torch.device(device), name="train.bin", **shape)
-
-    def train(name: str, losses: Iterator[Tensor]) -> tuple[str, list[float]]:
-        shown = track(losses, description=f"{name}, seed {seed}", total=steps)
-        return name, torch.stack(list(shown)).tolist()
-
     torch.manual_seed(seed)
-    with loader() as batches:
+    with loader(tokens, seed, settings) as batches:
         job = ours(cell, Trainer("ours", "flash2", device == "cuda"), device, batches, max_steps=steps)
         attentions = {"plain": "eager"} | ({"control": "sdpa"} if settings.control else {})
         peers = {name: plain(job.model, attention, device) for name, attention in attentions.items()}
-        yield train("fast", fast_losses(partial(job.step, settings.batch), steps))
+        yield "fast", losses_of("fast", seed, fast_losses(partial(job.step, settings.batch), steps), steps)
     for name, peer in peers.items():
-        with loader() as batches:
-            yield train(name, plain_losses(peer, iter(batches), steps))
+        with loader(tokens, seed, settings) as batches:
+            yield name, losses_of(name, seed, plain_losses(peer, iter(batches), steps), steps)
+
+
+def curves_of_precisions(
+    cell: TrainingCell, tokens: np.ndarray, seed: int, settings: QualitySettings
+) -> Iterator[tuple[str, list[float]]]:
+    """Yield the name (bf16, fp8, control) and the losses of each run of a seed."""
+    compiled, steps = settings.device == "cuda", settings.steps
+    trainers = {"bf16": Trainer("ours", "flash2", compiled), "fp8": Trainer("ours", "flash2", compiled, "fp8")}
+    if settings.control:
+        trainers["control"] = Trainer("ours", "sdpa", compiled)
+    for name, trainer in trainers.items():
+        torch.manual_seed(seed)
+        with loader(tokens, seed, settings) as batches:
+            job = ours(cell, trainer, settings.device, batches, max_steps=steps)
+            yield name, losses_of(name, seed, fast_losses(partial(job.step, settings.batch), steps), steps)
+
+
+def loader(tokens: np.ndarray, seed: int, settings: QualitySettings) -> TrainLoader:
+    """Return the batches of a run. They depend on the seed alone."""
+    shape = {"batch_size": settings.batch, "context_length": settings.context_length, "vocab_size": VOCABULARY}
+    return TrainLoader(tokens, seed=seed, device=torch.device(settings.device), name="train.bin", **shape)
+
+
+def losses_of(name: str, seed: int, losses: Iterator[Tensor], steps: int) -> list[float]:
+    """Take all steps of a run, with a progress line, and return their losses."""
+    return torch.stack(list(track(losses, description=f"{name}, seed {seed}", total=steps))).tolist()
 
 
 def plain(model: nn.Module, attention: str, device: str) -> nn.Module:

@@ -40,6 +40,18 @@ def test_the_fast_step_follows_a_plain_one(tokens, monkeypatch, capsys):
     assert f"fast {(sum(ends[:2]) - sum(ends[2:])) / 2:+.4f}, control" in capsys.readouterr().out
 
 
+def test_fp8_follows_bf16_from_the_same_weights(tokens, capsys):
+    out = tokens / "quality.json"
+    settings = {"model_name": "gpt2-nano", "context_length": 32, "batch": 2, "steps": 3, "device": "cpu", "out": out}
+    above = quality.compare(QualitySettings(tokens=str(tokens), **settings, fp8=True, control=True))
+    rows = {row["trained_by"]: row["loss_curve"] for row in json.loads(out.read_text())["rows"]}
+    assert list(rows) == ["bf16", "fp8", "control"] and f"fp8 {above:+.4f}, control" in capsys.readouterr().out
+    for name in ("fp8", "control"):
+        assert rows[name] == pytest.approx(rows["bf16"], abs=0.01) and rows[name] != rows["bf16"]
+    assert above == pytest.approx((sum(rows["fp8"]) - sum(rows["bf16"])) / 3)
+    assert abs(rows["bf16"][0] - rows["bf16"][1]) > 0.02, "steps that differ by more than the precisions do"
+
+
 @pytest.mark.parametrize(("above", "code"), [(0.009, None), (-0.009, None), (0.011, 1), (-0.02, 1), (float("nan"), 1)])
 def test_exit_status_tells_whether_the_fast_runs_end_elsewhere(monkeypatch, above, code):
     monkeypatch.setattr(quality, "compare", lambda settings: above)
