@@ -74,11 +74,13 @@ def choose_compute(device: str, precision: PrecisionConfig, world: World = ALONE
         raise UserError(f"precision=bf16 does not run on {gpu}; set precision=fp16 or precision=fp32")
     if name == "fp16" and place.type == "cpu":
         raise UserError("precision=fp16 needs a GPU; set precision=fp32 or precision=bf16 on a CPU")
-    if name == "fp8" and place.type == "cuda" and not _has_fp8(place):
+    if name == "fp8" and place.type == "cuda" and not has_fp8(place):
         gpu = torch.cuda.get_device_name(place)
         raise UserError(f"precision=fp8 does not run on {gpu}, which is older than Ada and Hopper; set precision=bf16")
     return Compute(place, DTYPES[name], world, fp8=name == "fp8")
 
 
-def _has_fp8(device: torch.device) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= FP8_FROM
+def has_fp8(device: torch.device) -> bool:
+    """Return whether the GPU multiplies in FP8: NVIDIA's from Ada on."""
+    is_nvidia = torch.cuda.is_available() and torch.version.hip is None
+    return is_nvidia and torch.cuda.get_device_capability(device) >= FP8_FROM

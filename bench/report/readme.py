@@ -148,6 +148,12 @@ def optimizers_table(name: str, results: Path = RESULTS_OF_CPU) -> str:
     return f"{table(['settings', *header], lines)}\n\n{caption(file)}"
 
 
+def is_ours(row: dict) -> bool:
+    """Return whether the row is our compiled step with flash2 in bf16, and was measured."""
+    kind = row["trainer"], row["attention"], row["compiled"], row.get("precision", "bf16"), row["status"]
+    return kind == ("ours", "flash2", True, "bf16", "ok")
+
+
 def is_peer(other: dict, row: dict, trainer: str) -> bool:
     """Return whether `other` is in the run of `row`, and is the floor or a micro-batch of nanoGPT at its fastest."""
     same = all(other[key] == row[key] for key in ("model", "context_length", "commit"))
@@ -165,13 +171,8 @@ def front_table(results: Path) -> str:
     """Return our training step with flash2, beside nanoGPT and Hugging Face in the same run of bench.training."""
     file, lines = read_results(results / "training.json"), []
     for model, context in FRONT:
-        [row] = [
-            row
-            for row in file["rows"]
-            if (row["model"], row["context_length"], row["trainer"], row["attention"])
-            == (model, context, "ours", "flash2")
-            and (row["best"], row["compiled"], row["status"]) == (True, True, "ok")
-        ]
+        cell = {"model": model, "context_length": context, "best": True}
+        [row] = [row for row in file["rows"] if is_ours(row) and cell.items() <= row.items()]
         ratios = (ratio(row, file["rows"], trainer) for trainer in ("nanogpt", "huggingface"))
         cells = at_least(row["tokens_per_second"], 0), *ratios, f"{at_most(row['peak_gib'], 1)} GiB"
         lines.append([f"`{model}`, {length_text(context)}", *cells])
@@ -200,7 +201,31 @@ def trainer_text(row: dict) -> str:
     checkpointing = row.get("activation_checkpointing", "none")
     eager = "" if row["compiled"] else ", not compiled"
     recomputed = "" if checkpointing == "none" else f", {checkpointing} checkpointing"
-    return f"{TRAINERS[row['trainer']]}, {row['attention']}{eager}{recomputed}"
+    fp8 = ", FP8" if row.get("precision") == "fp8" else ""
+    return f"{TRAINERS[row['trainer']]}, {row['attention']}{fp8}{eager}{recomputed}"
+
+
+def fp8_table(results: Path) -> str:
+    """Return our step in FP8 beside bf16 and the floor of bf16 in the same run of bench.training, from any GPU."""
+    lines, captions = [], []
+    for path in sorted(results.parent.glob("*/*training.json")):
+        file = read_results(path)
+        best = [row for row in file["rows"] if row["best"] and row["status"] == "ok"]
+        in_fp8 = [row for row in best if row.get("precision") == "fp8"]
+        captions += [caption(file)] if in_fp8 else []
+        for row in in_fp8:
+            cell = {key: row[key] for key in ("model", "context_length", "commit")}
+            [bf16] = [other for other in best if is_ours(other) and cell.items() <= other.items()]
+            speeds = (at_least(x["tokens_per_second"], 0) for x in (bf16, row))
+            gain = at_least(row["tokens_per_second"] / bf16["tokens_per_second"], 3)
+            memory = (f"{at_most(x['peak_gib'], 1)} GiB" for x in (bf16, row))
+            what = (
+                f"`{row['model']}`, {length_text(row['context_length'])}",
+                f"{bf16['batch_size']}, {row['batch_size']}",
+            )
+            lines.append([*what, *speeds, gain, ratio(row, file["rows"], "floor"), *memory])
+    header = ["model, context", "micro-batches", "bf16, tokens/s", "FP8, tokens/s", "FP8 / bf16", "FP8 / floor of bf16"]
+    return f"{table([*header, 'peak memory, bf16', 'FP8'], lines)}\n\n{' '.join(captions)}".strip()
 
 
 def fits_table(results: Path) -> str:
@@ -211,7 +236,7 @@ def fits_table(results: Path) -> str:
     """
     file, peaks = read_results(results / "training.json"), {}
     for row in file["rows"]:
-        if (row["trainer"], row["attention"], row["compiled"], row["status"]) == ("ours", "flash2", True, "ok"):
+        if is_ours(row):
             kind = row["model"], row["context_length"], row["activation_checkpointing"]
             measured = peaks.setdefault(kind, {})
             measured[row["batch_size"]] = max(row["peak_gib"], measured.get(row["batch_size"], 0))
@@ -298,6 +323,7 @@ TABLE_OF = {
     "fits": fits_table,
     "sparsity": sparsity_table,
     "key-heads": key_heads_table,
+    "fp8": fp8_table,
     "scaling": scaling_table,
     "ladder": ladder_table,
     **{f"paper-{name}": partial(paper_table, name) for name in PAPER},

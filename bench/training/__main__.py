@@ -26,6 +26,7 @@ from bench.training.steps import Finalist, alternate, search
 from bench.training.trainers import Job, Trainer, TrainingCell, huggingface, load_nanogpt, nanogpt, ours
 from errors import UserError
 from model.attention import Custom, load_function
+from trainer.precision import has_fp8
 
 # The GPT-3 models try the largest micro-batch that nanoGPT has memory for on an H200, and twice that size.
 CELLS = {
@@ -50,13 +51,14 @@ ATTENTIONS = {
     "nanogpt": ("sdpa", "naive"),
     "huggingface": ("sdpa", "naive"),
 }
+FP8 = "ours:flash2:fp8"
 TRAINERS = {
     str(trainer): trainer
     for name, attentions in ATTENTIONS.items()
     for compiled in (True, False)
     for trainer in (Trainer(name, attention, compiled) for attention in attentions)
-} | {"ours:flash2:fp8": Trainer("ours", "flash2", precision="fp8")}
-MAIN, NAIVE = ("ours:flash2", "nanogpt:sdpa"), ("ours:naive", "nanogpt:naive")
+} | {FP8: Trainer("ours", "flash2", precision="fp8")}
+MAIN, NAIVE = ("ours:flash2", FP8, "nanogpt:sdpa"), ("ours:naive", "nanogpt:naive")
 WITH_NAIVE = "gpt2_8k", "gpt2_16k"  # around the longest context that naive attention has memory for
 LONGEST_FLOOR = 8192  # At longer contexts the floor is nearly all attention.
 
@@ -69,7 +71,8 @@ class TrainingSettings:
     """Measure only these cells, for example [gpt2_1k,gpt3-2.7b_8k]. An unknown name prints all of them."""
     trainers: list[str] | None = None
     """Measure only these, for example [ours:flash2,nanogpt:sdpa:eager]. An unknown name prints all of them. null: all
-    for gpt2_1k; ours:flash2 and nanogpt:sdpa for the others, and both with naive attention for gpt2_8k and gpt2_16k."""
+    for gpt2_1k; ours:flash2, ours:flash2:fp8 and nanogpt:sdpa for the others, and ours and nanogpt with naive attention
+    for gpt2_8k and gpt2_16k. A GPU without FP8 has no rows of FP8."""
     function: str | None = None
     """Your own attention, written module:function. It gets a compiled and an uncompiled row in each cell."""
     nanogpt: Path | None = None
@@ -150,7 +153,8 @@ def chosen_trainers(settings: TrainingSettings, cell: TrainingCell) -> list[Trai
     chosen = [TRAINERS[name] for name in settings.trainers or names]
     if settings.function:
         chosen += [Trainer("ours", f"custom:{settings.function}", compiled) for compiled in (True, False)]
-    return [trainer for trainer in chosen if settings.nanogpt or trainer.name != "nanogpt"]
+    missing = ([] if settings.nanogpt else ["nanogpt"]) + ([] if has_fp8(torch.device("cuda")) else ["fp8"])
+    return [trainer for trainer in chosen if not {trainer.name, trainer.precision} & set(missing)]
 
 
 def measure(
@@ -192,11 +196,8 @@ def floor_parts(cell: TrainingCell, rows: list[dict], gpu: Gpu) -> dict[str, Fin
 
 def name_of(row: dict) -> str:
     """Return the trainer's name of a row, such as ours:flash2."""
-    return (
-        "floor"
-        if row["trainer"] == "floor"
-        else str(Trainer(*(row[key] for key in ("trainer", "attention", "compiled")), row.get("precision", "bf16")))
-    )
+    how = row["trainer"], row["attention"], row["compiled"], row.get("precision", "bf16")
+    return "floor" if row["trainer"] == "floor" else str(Trainer(*how))
 
 
 def text_of(row: dict) -> str:

@@ -77,3 +77,23 @@ def test_a_ratio_of_training_steps_is_relative_to_the_same_run(tmp_path):
     assert "| gpt2, 8,192 | ours, flash2 | 8 | 900 | 1.50 | - | 1.0 GiB | new |" in made
     assert "| gpt2, 8,192 | nanoGPT, sdpa | 8 | 500 | 0.84 | - |" in made  # rivals are rounded up
     assert "| gpt2, 8,192 | ours, flash2 | 1 | 300 | - | - | 1.0 GiB | old |" in made
+
+
+def test_fp8_stands_beside_bf16_and_is_not_taken_for_it(tmp_path):
+    """A faster row in FP8 changes neither the README's table nor the largest micro-batches of bf16."""
+
+    def row(trainer: str, batch: int, speed: float, gib: float, **more) -> dict:
+        shape = {"model": "gpt2", "context_length": 1024, "batch_size": batch, "compiled": True, "attention": "flash2"}
+        told = {"status": "ok", "message": None, "peak_gib": gib, "commit": "new", "best": True}
+        results = {"tokens_per_second": speed, "activation_checkpointing": "none"}
+        return {"trainer": trainer} | results | shape | told | more
+
+    rows = [row("ours", 4, 900.0, 12.0, best=False), row("ours", 8, 1000.0, 20.0)]
+    rows += [row("ours", 16, 1299.9, 19.04, precision="fp8"), row("floor", 8, 1100.0, 0.0, best=False)]
+    environment = {"gpu": "GPU", "cpu": "CPU", "torch": "2", "triton": "3", "commit": "new", "date": "today"}
+    (tmp_path / "gpu").mkdir()
+    (tmp_path / "gpu" / "training.json").write_text(json.dumps({"environment": environment, "rows": rows}))
+    made = readme.fp8_table(tmp_path / "gpu")
+    assert "| `gpt2`, 1k | 8, 16 | 1,000 | 1,299 | 1.299 | 1.18 | 20.0 GiB | 19.1 GiB |" in made
+    assert "| gpt2, 1,024 | ours, flash2, FP8 | 16 |" in readme.training_table(tmp_path / "gpu")
+    assert readme.fits_table(tmp_path / "gpu").endswith("| `gpt2`, 1k | none | 8 | 12 | 16 | 34 |")
