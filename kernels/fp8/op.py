@@ -2,7 +2,7 @@
 
 The inputs, the weights and the gradients of a layer each have one scale (per-tensor scaling). A kernel that rounds a
 tensor uses the scale of the steps before (delayed scaling), so it reads the tensor once. The scales change between
-steps only: see trainer/fp8.py.
+steps only: see trainer/scales.py.
 
 Activations and weights are in E4M3, and gradients in E5M2 (Micikevicius et al., FP8 formats for deep learning, 2022).
 Sums are in fp32, and so are the gradients of the weights. N tokens, D inputs, C outputs.
