@@ -40,8 +40,11 @@ def shard(model: GPT2, compute: Compute, reshard_after_forward: bool) -> GPT2:
 
 
 def data_parallel(model: nn.Module, world: World) -> nn.Module:
-    """Return the model that the loop calls. With ddp, its gradient is the mean over all processes."""
-    options = {"gradient_as_bucket_view": True, "bucket_cap_mb": BUCKET_MIB}
+    """Return the model that the loop calls. With ddp, its gradient is the mean over all processes.
+
+    The buffers are the scales of FP8 and their statistics. Each process collects its own statistics.
+    """
+    options = {"gradient_as_bucket_view": True, "bucket_cap_mb": BUCKET_MIB, "broadcast_buffers": False}
     return DistributedDataParallel(model, **options) if world.parallel == "ddp" else model
 
 

@@ -32,9 +32,11 @@ def group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def test_gradients_are_exchanged_once_for_all_micro_steps(group):
+@pytest.mark.parametrize("fp8", [False, True])
+def test_gradients_are_exchanged_once_for_all_micro_steps(group, fp8):
+    """Each process keeps its own statistics of FP8 tensors, and all set the same scales. So no buffer is exchanged."""
     sent, tokens = [], torch.zeros((1, 8), dtype=torch.int64)
-    model = GPT2(SHAPE, build_attention(SdpaConfig()))
+    model = GPT2(SHAPE, build_attention(SdpaConfig()), fp8=fp8)
     model = data_parallel(model, World(parallel="ddp"))
     for i in range(4):
         synchronise_gradients(model, wanted=i == 3)
