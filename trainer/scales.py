@@ -21,24 +21,29 @@ class ScaleUpdates:
     """Sets the scales of a model's linear layers after each step. It does nothing for a model without scales."""
 
     def __init__(self, model: nn.Module, world: World = ALONE):
-        """Set the first scales, the weights' scales from the weights themselves."""
-        layers = [module for module in model.modules() if isinstance(getattr(module, "scales", None), Scales)]
-        self.layers, self.world = [layer.scales for layer in layers], world
-        if not layers:
+        """Set the first scales."""
+        self.layers = [module for module in model.modules() if isinstance(getattr(module, "scales", None), Scales)]
+        self.world = world
+        if not self.layers:
             return
-        device = layers[0].scales.input_scale.device
+        device = self.layers[0].scales.input_scale.device
         self.limits = torch.tensor([torch.finfo(LIMITS[role]).max for role in LIMITS], device=device)[:, None]
-        self.peaks = torch.tensor(list(FIRST_PEAKS.values()), device=device)[:, None].repeat(1, len(layers))
-        largest = torch.stack([local_part(layer.weight.detach()).abs().amax() for layer in layers])
-        self.peaks[1] = world.maximum(largest.float()).clamp(min=2.0**-20)  # zero has no scale
+        self._begin()
         self.seen = torch.zeros(2, *self.peaks.shape, device=device)  # the last step's largest numbers and underflow
+
+    def _begin(self) -> None:
+        """Set the first scales, the weights' scales from the weights themselves."""
+        first = torch.tensor(list(FIRST_PEAKS.values()), device=self.limits.device)
+        self.peaks = first[:, None].repeat(1, len(self.layers))
+        largest = torch.stack([local_part(layer.weight.detach()).abs().amax() for layer in self.layers])
+        self.peaks[1] = self.world.maximum(largest.float()).clamp(min=2.0**-20)  # zero has no scale
         self._set()
 
     def update(self) -> None:
         """Take the statistics of the step that has ended, and set the scales of the next one."""
         if not self.layers:
             return
-        statistics = [getattr(layer, f"{role}_statistics") for role in LIMITS for layer in self.layers]
+        statistics = [getattr(layer.scales, f"{role}_statistics") for role in LIMITS for layer in self.layers]
         self.seen = torch.stack(statistics, 1).view(2, *self.peaks.shape)
         torch._foreach_zero_(statistics)
         largest = self.world.maximum(self.seen[0].clone())
@@ -48,7 +53,7 @@ class ScaleUpdates:
 
     def _set(self) -> None:
         scales = torch.exp2(torch.ceil(torch.log2(HEADROOM * self.peaks / self.limits)))
-        of_layers = [getattr(layer, f"{role}_scale") for role in LIMITS for layer in self.layers]
+        of_layers = [getattr(layer.scales, f"{role}_scale") for role in LIMITS for layer in self.layers]
         torch._foreach_copy_(of_layers, list(scales.flatten().unbind()))
 
     def metrics(self) -> dict[str, float]:
@@ -63,7 +68,9 @@ class ScaleUpdates:
         return {"peaks": self.peaks.tolist()} if self.layers else {}
 
     def load_state_dict(self, state: State) -> None:
-        """Restore the scales. A checkpoint of a run without FP8 has none, and the first scales stay."""
+        """Restore the scales. A checkpoint of a run without FP8 has none: set the first ones for its weights."""
         if self.layers and state:
             self.peaks = torch.tensor(state["peaks"], device=self.peaks.device)
             self._set()
+        elif self.layers:
+            self._begin()
