@@ -21,7 +21,7 @@ class Scales(nn.Module):
         super().__init__()
         for role in FIRST_PEAKS:
             self.register_buffer(f"{role}_scale", torch.ones(()), persistent=False)
-            self.register_buffer(f"{role}_statistics", torch.zeros(2), persistent=False)
+            self.register_buffer(f"{role}_statistics", torch.zeros(3), persistent=False)
 
     def scaled(self) -> tuple[Scaled, Scaled, Scaled]:
         """Return the scale and statistics of each role."""

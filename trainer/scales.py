@@ -29,7 +29,7 @@ class ScaleUpdates:
         device = self.layers[0].scales.input_scale.device
         self.limits = torch.tensor([torch.finfo(LIMITS[role]).max for role in LIMITS], device=device)[:, None]
         self._begin()
-        self.seen = torch.zeros(2, *self.peaks.shape, device=device)  # the last step's largest numbers and underflow
+        self.seen = torch.zeros(3, *self.peaks.shape, device=device)  # the last step's statistics
 
     def _begin(self) -> None:
         """Set the first scales, the weights' scales from the weights themselves."""
@@ -44,7 +44,7 @@ class ScaleUpdates:
         if not self.layers:
             return
         statistics = [getattr(layer.scales, f"{role}_statistics") for role in LIMITS for layer in self.layers]
-        self.seen = torch.stack(statistics, 1).view(2, *self.peaks.shape)
+        self.seen = torch.stack(statistics, 1).view(3, *self.peaks.shape)
         torch._foreach_zero_(statistics)
         largest = self.world.maximum(self.seen[0].clone())
         usable = largest.isfinite() & (largest > 0)  # a step that is not finite leaves the scales as they are
@@ -57,10 +57,14 @@ class ScaleUpdates:
         torch._foreach_copy_(of_layers, list(scales.flatten().unbind()))
 
     def metrics(self) -> dict[str, float]:
-        """Return the largest number of the last step, and the largest underflow of a layer, for each role."""
+        """Return the largest number of the last step, and the largest underflow of a layer, for each role.
+
+        A layer's underflow is the mean over the micro-steps, and over recomputations of activation checkpointing.
+        """
         if not self.layers:
             return {}
-        found = self.seen.amax(2).tolist()
+        largest, underflow, tensors = self.seen
+        found = torch.stack((largest, underflow / tensors.clamp(min=1))).amax(2).tolist()
         names = [f"fp8/{what}_{role}" for what in ("amax", "underflow") for role in LIMITS]
         return dict(zip(names, [*found[0], *found[1]], strict=True))
 

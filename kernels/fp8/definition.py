@@ -1,7 +1,9 @@
 """Rounding to FP8 and products of FP8 matrices in plain PyTorch: the definition of the kernels, and the CPU's path.
 
-A tensor x is stored as scale * x8. The statistics (2,) fp32 of a tensor collect the largest |x| and the share of x that
-underflows: numbers other than zero that become zero. N tokens, D inputs, C outputs.
+A tensor x is stored as scale * x8. Several tensors can share their statistics (3,) fp32: the largest |x|, the sum over
+the tensors of the share that underflows (numbers other than zero that become zero), and the number of tensors.
+
+N tokens, D inputs, C outputs.
 """
 
 import torch
@@ -20,7 +22,8 @@ def _round(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def _observe(x: Tensor, out: Tensor, statistics: Tensor) -> None:
     sizes = x.float().abs()
     underflow = ((out.float() == 0) & (sizes != 0)).float().mean()
-    statistics.copy_(torch.stack((torch.maximum(statistics[0], sizes.amax()), statistics[1] + underflow)))
+    largest = torch.maximum(statistics[0], sizes.amax())
+    statistics.copy_(torch.stack((largest, statistics[1] + underflow, statistics[2] + 1)))
 
 
 def quantise(x: Tensor, scale: Tensor, statistics: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -30,7 +30,7 @@ _library = define(
 
 
 class Scaled(NamedTuple):
-    """The scale of a tensor, an fp32 scalar, and the statistics (2,) fp32 that kernels.fp8.definition explains."""
+    """The scale of a tensor, an fp32 scalar, and the statistics (3,) fp32 that kernels.fp8.definition explains."""
 
     scale: Tensor
     statistics: Tensor

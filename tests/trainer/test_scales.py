@@ -78,7 +78,7 @@ def test_metrics_are_the_last_steps_largest_numbers_of_all_layers():
     updates = ScaleUpdates(model)
     for number, layer in enumerate(model):
         observe(layer, input=number, weight=5 - number, gradient=0.25)
-        layer.scales.gradient_statistics[1] = 0.02 * number
+        layer.scales.gradient_statistics[1:] = torch.tensor([0.08 * number, 4.0])
     updates.update()
     found = updates.metrics()
     assert found == {
