@@ -6,11 +6,12 @@ With the argument "few", the program compiles for sm_90 only. It then takes two 
 and every third of Hopper's attention kernels. With "gluon", it compiles only the Gluon kernels among these.
 
 A row names Triton's release, the target and the kernel ("group" and "name"). It has the bytes of machine code and of
-shared memory and, for sm_90, the results of machine_code.py.
+shared memory and, for sm_90, the results of machine_code.py. The rows of FP8 kernels list the moves of FP8 tiles.
 """
 
 import itertools
 import json
+import re
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -31,6 +32,8 @@ from kernels.flash2.hopper_forward import host as hopper_forward
 from kernels.flash2.options import Options
 from kernels.flash2.tiles import TileConfig, plain_tiles_for, read_table, without_dq
 from kernels.flash2.triton_kernels import host as plain
+from kernels.fp8 import triton_kernels as fp8
+from kernels.fp8.definition import E4M3, E5M2
 from kernels.fused_softmax import triton_kernels as softmax
 from kernels.fused_softmax.op import LONGEST_ROW
 from kernels.gelu import hopper as hopper_gelu
@@ -175,6 +178,26 @@ def compile_others(target: str) -> list[dict]:
     ]
 
 
+def compile_fp8(target: str) -> list[dict]:
+    """Compile the FP8 kernels for each dtype and format that they take."""
+    names = {E4M3: "*fp8e4nv", E5M2: "*fp8e5"}
+    jobs = [(fp8.quantise_kernel, fp8.QUANTISE, dtype, to) for dtype in DTYPES for to in names]
+    gelus = (fp8.gelu_kernel, fp8.GELU, E4M3), (fp8.gelu_gradient_kernel, fp8.GRADIENT, E5M2)
+    jobs += [(*gelu[:2], dtype, gelu[2]) for gelu in gelus for dtype in ("bf16", "fp16")]
+    rows = []
+    for kernel, (m, n, warps), dtype, to in jobs:
+        types = dict.fromkeys(("x", "pre", "dout"), f"*{dtype}") | {"out_t": names[E4M3], "rows": "i32"}
+        types |= {"columns": "i32"} | dict.fromkeys(("out", "transposed", "dpre", "dpre_t"), names[to])
+        limit, tiny = fp8.LIMITS[to]
+        constants = {"LIMIT": limit, "TINY": tiny, "M": m, "N": n, "UPCAST": False, "OUT_LIMIT": fp8.LIMITS[E4M3][0]}
+        constants = {name: x for name, x in constants.items() if name in kernel.arg_names}
+        kinds = ["constexpr" if name in constants else types.get(name, "*fp32") for name in kernel.arg_names]
+        compiled = compile_triton(kernel, kinds, constants, target, num_warps=warps)
+        moves = re.findall(r"ttg\.(?:convert_layout|local_alloc) .*xf8.*", compiled.asm["ttgir"])
+        rows.append(report(target, "fp8", [kernel.__name__, dtype, names[to]], compiled) | {"moves": moves})
+    return rows
+
+
 def hopper_jobs() -> list[tuple]:
     """List compile_hopper's arguments: each entry of the table, causal backward passes without dQ (deterministic), and
     causal passes in fp16 with heads of 80 and 128.
@@ -224,7 +247,8 @@ def all_jobs(extent: str | None) -> list[tuple]:
         for shape in SHAPES[target][: None if extent is None else 2]
     ]
     jobs += [(compile_plain, ("tuned", *job)) for job in tuned_jobs() if extent is None]
-    return jobs + [(function, (target,)) for function in (compile_others, compile_baselines) for target in targets]
+    jobs += [(function, (target,)) for function in (compile_others, compile_baselines) for target in targets]
+    return jobs + [(compile_fp8, (target,)) for target in (("sm_90", "sm_89") if extent is None else ["sm_90"])]
 
 
 def main() -> None:
