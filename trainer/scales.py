@@ -46,7 +46,7 @@ class ScaleUpdates:
         statistics = [getattr(layer.scales, f"{role}_statistics") for role in LIMITS for layer in self.layers]
         self.seen = torch.stack(statistics, 1).view(3, *self.peaks.shape)
         torch._foreach_zero_(statistics)
-        largest = self.world.maximum(self.seen[0].clone())
+        largest = self.world.maximum(self.seen[0])
         usable = largest.isfinite() & (largest > 0)  # a step that is not finite leaves the scales as they are
         self.peaks = torch.where(usable, torch.maximum(largest, FORGET * self.peaks), self.peaks)
         self._set()
@@ -59,7 +59,8 @@ class ScaleUpdates:
     def metrics(self) -> dict[str, float]:
         """Return the largest number of the last step, and the largest underflow of a layer, for each role.
 
-        A layer's underflow is the mean over the micro-steps, and over recomputations of activation checkpointing.
+        A layer's underflow is the mean over the micro-steps of this process, and over recomputations of activation
+        checkpointing.
         """
         if not self.layers:
             return {}

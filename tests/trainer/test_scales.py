@@ -119,4 +119,5 @@ def test_all_processes_take_the_largest_numbers_of_all(monkeypatch):
         other.append(torch.tensor([[100.0 if model is models[0] else 1.0], [0.0], [0.0]]))
         updates.update()
         found.append(scales_of(model))
+        assert updates.metrics()["fp8/amax_input"] == 100.0
     assert found[0] == found[1] == [[wanted(100.0, "input"), wanted(2.0, "weight"), found[0][0][2]]]
