@@ -13,9 +13,9 @@ from data.tokens import open_tokens
 from errors import UserError, problem_of
 from model.attention import restore_attention
 from train import micro_step, train_step
-from trainer.build import build_loader, compile_model, fix_randomness
+from trainer.build import build_loader, check_fp8, compile_model, fix_randomness
 from trainer.distributed.world import refuse_several
-from trainer.loading import load_model
+from trainer.loading import load_model, saved_scales
 from trainer.loggers import finite
 from trainer.optimizer import build_optimizer
 from trainer.precision import choose_compute
@@ -41,7 +41,9 @@ def replay(config: ReplayConfig) -> None:
     compute, folder = choose_compute(config.device, precision), output_dir()
     tokens = open_tokens(settings.data)
     fix_randomness(settings.train)
-    model, tokenizer = load_model(source, settings.attention, settings.train.activation_checkpointing, any_pairs=True)
+    options = {"any_pairs": True, "fp8": compute.fp8}
+    model, tokenizer = load_model(source, settings.attention, settings.train.activation_checkpointing, **options)
+    check_fp8(model.config, compute)
     model.to(compute.device)
     with build_loader(settings.train, tokens, model.config, compute) as loader:
         state = TrainState(model, build_optimizer(model, settings.optimizer), compute.grad_scaler(), loader, tokenizer)
@@ -52,6 +54,8 @@ def replay(config: ReplayConfig) -> None:
             raise UserError(f"record={config.record} does not fit: {problem_of(error)}; {remedy}") from error
         if recorded["scaler"]:
             state.scaler.load_state_dict(recorded["scaler"])
+        if compute.fp8:
+            state.scales.load_state_dict(saved_scales(source))
         compiled = compile_model(model, settings.train, compute)
         step = partial(micro_step, compiled, state, settings, compute)
         loss, norm = train_step(compiled, step, state, settings, compute).tolist()

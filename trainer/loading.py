@@ -14,7 +14,9 @@ from trainer.checkpoint.folder import find
 from trainer.checkpoint.load import load, of_this_version
 
 
-def model_of(state: State, attention: AttentionConfig, activation_checkpointing: str = "none") -> GPT2:
+def model_of(
+    state: State, attention: AttentionConfig, activation_checkpointing: str = "none", fp8: bool = False
+) -> GPT2:
     """Return the model of a checkpoint's state."""
     attend = build_attention(attention)
     with of_this_version(state):
@@ -22,7 +24,7 @@ def model_of(state: State, attention: AttentionConfig, activation_checkpointing:
             shape = ModelConfig(**state["model_config"])
         except UserError as error:  # the user did not set these values
             raise ValueError(str(error)) from error
-        model = GPT2(shape, attend, activation_checkpointing)
+        model = GPT2(shape, attend, activation_checkpointing, fp8)
         model.load_state_dict(state["model"])
     return model
 
@@ -83,8 +85,17 @@ def load_weights(model: GPT2, source: str) -> None:
         model.load_state_dict(state["model"] | {"wpe.weight": positions})
 
 
+def saved_scales(source: str) -> State:
+    """Return the FP8 scales of a checkpoint, or {} if it has none."""
+    return load(source, whole=False).get("scales", {}) if is_checkpoint(source) else {}
+
+
 def load_model(
-    source: str, attention: AttentionConfig, activation_checkpointing: str = "none", any_pairs: bool = False
+    source: str,
+    attention: AttentionConfig,
+    activation_checkpointing: str = "none",
+    any_pairs: bool = False,
+    fp8: bool = False,
 ) -> tuple[GPT2, str]:
     """Return the model of a checkpoint, a Hugging Face folder or a hub id, and the name of its tokenizer.
 
@@ -98,7 +109,7 @@ def load_model(
                 f"checkpoint={source} was trained with {sparsity_setting(state)}, but attention={attention.name} "
                 f"leaves out other pairs of tokens, or none; set {sparsity_setting(state)}"
             )
-        return model_of(state, attention, activation_checkpointing), state["tokenizer"]
+        return model_of(state, attention, activation_checkpointing, fp8), state["tokenizer"]
     folder = find_pretrained(source, key="checkpoint")
     shape, known = read_config(folder), vocab_size("gpt2")
     if shape.vocab_size < known:
@@ -106,6 +117,6 @@ def load_model(
             f"checkpoint={source} knows {shape.vocab_size} tokens, fewer than the {known} of GPT-2's tokenizer; give a "
             "model with GPT-2's vocabulary, or the run that exported this model"
         )
-    model = GPT2(shape, build_attention(attention), activation_checkpointing)
+    model = GPT2(shape, build_attention(attention), activation_checkpointing, fp8)
     load_pretrained(model, folder)
     return model, "gpt2"
