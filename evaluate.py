@@ -18,7 +18,7 @@ from trainer.precision import choose_compute
 def evaluate(config: EvaluateConfig) -> None:
     """Print loss and perplexity over all validation tokens, and write evaluation.json."""
     refuse_several("evaluate.py")
-    compute, folder = choose_compute(config.device, config.precision), output_dir()
+    compute, folder = choose_compute(config.device, config.precision, trains=False), output_dir()
     tokens = open_tokens(config.data)
     model, tokenizer = load_model(config.checkpoint, config.attention)
     if tokenizer != tokens.tokenizer:

@@ -14,7 +14,7 @@ from trainer.precision import choose_compute
 
 def sample(config: SampleConfig) -> None:
     """Print the continuations while they are generated."""
-    compute = choose_compute(config.device, config.precision)
+    compute = choose_compute(config.device, config.precision, trains=False)
     model, tokenizer_name = load_model(config.checkpoint, config.attention)
     tokenizer = get_tokenizer(tokenizer_name)
     shape = model.config

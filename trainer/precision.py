@@ -59,8 +59,11 @@ class Compute:
         return f"{self.devices}, {self.precision}"
 
 
-def choose_compute(device: str, precision: PrecisionConfig, world: World = ALONE) -> Compute:
-    """Return the device for `device` (auto, cpu, cuda) and its dtype. auto takes the GPU and bf16 if possible."""
+def choose_compute(device: str, precision: PrecisionConfig, world: World = ALONE, trains: bool = True) -> Compute:
+    """Return the device for `device` (auto, cpu, cuda) and its dtype. auto takes the GPU and bf16 if possible.
+
+    Without `trains`, refuse FP8.
+    """
     check_choice("device", device, ("auto", "cpu", "cuda"))
     has_gpu = torch.cuda.is_available()
     if device == "cuda" and not has_gpu:
@@ -74,9 +77,11 @@ def choose_compute(device: str, precision: PrecisionConfig, world: World = ALONE
         raise UserError(f"precision=bf16 does not run on {gpu}; set precision=fp16 or precision=fp32")
     if name == "fp16" and place.type == "cpu":
         raise UserError("precision=fp16 needs a GPU; set precision=fp32 or precision=bf16 on a CPU")
+    if name == "fp8" and not trains:
+        raise UserError("precision=fp8 is for training only; set precision=bf16")
     if name == "fp8" and place.type == "cuda" and not has_fp8(place):
         gpu = torch.cuda.get_device_name(place)
-        raise UserError(f"precision=fp8 does not run on {gpu}, which is older than Ada and Hopper; set precision=bf16")
+        raise UserError(f"precision=fp8 needs an NVIDIA GPU from Ada or Hopper on, not {gpu}; set precision=auto")
     return Compute(place, DTYPES[name], world, fp8=name == "fp8")
 
 

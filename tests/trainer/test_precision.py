@@ -52,6 +52,24 @@ def test_what_the_machine_cannot_do_is_refused_with_what_it_can(machine, gpu, de
         choose_compute(device, PrecisionConfig(precision))
 
 
+@pytest.mark.parametrize(
+    ("capability", "hip", "runs"),
+    [((8, 9), None, True), ((10, 0), None, True), ((8, 6), None, False), ((9, 4), "6.4", False)],
+)
+def test_fp8_needs_ada_or_hopper(machine, monkeypatch, capability, hip, runs):
+    """An MI300 has capability 9.4."""
+    machine("new")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    if runs:
+        compute = choose_compute("auto", PrecisionConfig("fp8"))
+        assert (str(compute), compute.dtype, compute.fp8) == ("new GPU, fp8", torch.bfloat16, True)
+        return
+    sentence = "precision=fp8 needs an NVIDIA GPU from Ada or Hopper on, not new GPU; set precision=auto"
+    with pytest.raises(UserError, match=sentence):
+        choose_compute("auto", PrecisionConfig("fp8"))
+
+
 def test_an_unknown_precision_is_refused():
     with pytest.raises(UserError, match="precision.name=int8 is unknown; choose one of auto, bf16, fp16, fp32, fp8"):
         PrecisionConfig("int8")
