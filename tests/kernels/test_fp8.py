@@ -11,9 +11,9 @@ from kernels import fp8
 from kernels.fp8 import Scaled, definition, triton_kernels
 from kernels.fp8.definition import E4M3, E5M2
 from tests.kernels.accuracy import is_rounded
-from trainer.precision import FP8_FROM
+from trainer.precision import has_fp8
 
-HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= FP8_FROM
+HAS_FP8 = has_fp8(torch.device("cuda"))
 DEVICE = "cuda" if HAS_FP8 else "cpu"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # The largest relative error of a normal number, the smallest normal number, and the largest error below it.
