@@ -23,7 +23,7 @@ from bench.paper.tables import load_table
 from bench.paper.tables.attention_speed import speed_lines
 from errors import UserError
 
-PAGES = ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("results", "getting-started", "ladder"))
+PAGES = ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("results", "getting-started", "ladder", "fp8"))
 RESULTS = ROOT / "bench" / "results" / "h200"
 RESULTS_OF_CPU = RESULTS.with_name("cpu")
 PAPER = "gpt2", "gpt2_context", "gpt3", "io", "memory"  # the tables of bench.paper in docs/results.md
