@@ -69,18 +69,19 @@ def test_statistics_collect_several_tensors_and_no_number_stays_no_number():
 
 @needs_fp8
 @pytest.mark.parametrize("dtypes", [(E4M3, E4M3), (E5M2, E4M3)], ids=str)
-@pytest.mark.parametrize("out_dtype", [BF16, FP32], ids=str)
-def test_products_match_fp64_up_to_rounding(dtypes, out_dtype):
-    a, b = spread(48, 80).to(dtypes[0]), spread(112, 80).to(dtypes[1])
-    a, b = (x.float().nan_to_num(0).to(x.dtype) for x in (a, b))
+def test_products_match_fp64_up_to_rounding(dtypes):
+    """Hopper's tensor cores sum FP8 products with about 14 bits before they add to sums in fp32."""
+    a, b = (spread(rows, 80).clamp(-400, 400).to(dtype) for rows, dtype in zip((48, 112), dtypes, strict=True))
     scales = torch.tensor(2.0**-7, device=DEVICE), torch.tensor(2.0**3, device=DEVICE)
-    bias, residual = torch.randn(112, device=DEVICE), torch.randn(48, 112, device=DEVICE).to(out_dtype)
     exact = a.double() @ b.double().T * 2.0**-4
-    plain = torch.ops.fp8.product(a, b, *scales, None, None, out_dtype)
-    assert plain.dtype == out_dtype and is_rounded(plain, exact)
+    found = torch.ops.fp8.product(a, b, *scales, None, None, FP32)
+    limit = 2.0**-12 if HAS_FP8 else 2e-6
+    assert found.dtype == FP32 and (found.double() - exact).norm() <= limit * exact.norm()
+    bias, residual = (exact.std() * torch.randn(shape, device=DEVICE).to(BF16) for shape in (112, (48, 112)))
+    bias, residual = bias.float(), residual.to(BF16)
     before = residual.clone()
-    found = torch.ops.fp8.product(a, b, *scales, bias, residual, out_dtype)
-    assert is_rounded(found, exact + bias.double() + residual.double(), 1.6)
+    found = torch.ops.fp8.product(a, b, *scales, bias, residual, BF16)
+    assert found.dtype == BF16 and is_rounded(found, exact + bias.double() + residual.double(), 1.6)
     assert torch.equal(residual, before), "the residual must not be overwritten"
 
 
@@ -160,7 +161,7 @@ def test_the_operators_are_well_formed():
     calls = [(ops.quantise, (x, *of_out, E4M3)), (ops.gelu, (pre, bias, *of_out))]
     calls.append((ops.gelu_gradient, (x, pre, bias, *of_gradient, of_out.scale)))
     a, b = x.to(E4M3), torch.ones(48, 32, device=DEVICE).to(E4M3)
-    calls.append((ops.product, (a, b, of_out.scale, of_out.scale, bias[:1].expand(48), None, BF16)))
+    calls.append((ops.product, (a, b, of_out.scale, of_out.scale, torch.randn(48, device=DEVICE), None, BF16)))
     checks = "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"
     for op, arguments in calls:
         library.opcheck(op, arguments, test_utils=checks)  # torch cannot compare FP8 tensors, as test_schema does

@@ -16,7 +16,7 @@ from model.gpt2 import GPT2, ModelConfig
 from tests.e2e import curve, load, start, train
 from trainer.distributed.world import World
 from trainer.graphs import MicroStepGraphs, are_graphs_wanted, check_graphs
-from trainer.precision import Compute
+from trainer.precision import Compute, has_fp8
 from trainer.state import TrainState
 
 pytest_plugins = ["tests.e2e"]
@@ -147,9 +147,12 @@ def test_a_micro_step_that_waits_for_the_device_is_refused(tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("compiled", ["false", "true"])
-def test_a_run_by_graphs_is_the_run_without_and_continues_bit_for_bit(workplace, compiled):
-    options = ("device=cuda", f"train.compile={compiled}", "train.deterministic=true", "attention.deterministic=true")
+@pytest.mark.parametrize(("compiled", "precision"), [("false", "auto"), ("true", "auto"), ("true", "fp8")])
+def test_a_run_by_graphs_is_the_run_without_and_continues_bit_for_bit(workplace, compiled, precision):
+    if precision == "fp8" and not has_fp8(torch.device("cuda")):
+        pytest.skip("needs a GPU with FP8")
+    options = (f"precision={precision}",)
+    options += ("device=cuda", f"train.compile={compiled}", "train.deterministic=true", "attention.deterministic=true")
     options += ("attention=flash2", "train.grad_accumulation=2", "model.dropout=0.2", "checkpoint.interval=10")
     options += ("train.max_steps=20",)
     train("queued", *options, "train.cuda_graphs=false").ok()
@@ -164,3 +167,4 @@ def test_a_run_by_graphs_is_the_run_without_and_continues_bit_for_bit(workplace,
     )
     for other in (queued, continued):
         torch.testing.assert_close(other["model"], whole["model"], rtol=0, atol=0)
+        assert other["scales"] == whole["scales"]
