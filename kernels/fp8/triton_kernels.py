@@ -61,6 +61,7 @@ def _observe(x, scale, statistics, rows, columns, TINY: tl.constexpr):
     lost = (sizes <= TINY * tl.load(scale)) & (sizes != 0)
     tl.atomic_max(statistics, tl.max(sizes), sem="relaxed")
     tl.atomic_add(statistics + 1, tl.sum(lost.to(tl.float32)) / rows / columns, sem="relaxed")
+    tl.atomic_add(statistics + 2, 1.0, mask=tl.program_id(0) == 0, sem="relaxed")
 
 
 @triton.jit
