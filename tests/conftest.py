@@ -1,5 +1,6 @@
 """Settings of all tests. Without a GPU, Triton kernels run in Triton's interpreter, set before Triton is imported."""
 
+import gc
 import os
 import shutil
 import signal
@@ -71,6 +72,15 @@ def browser() -> Iterator[Browser]:
         browser = playwright.chromium.launch(executable_path=path, args=arguments)
         yield browser
         browser.close()
+
+
+@pytest.fixture(autouse=True)
+def no_idle_gpu_memory(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Return the memory that a GPU test has freed, so that several processes of pytest can share a GPU."""
+    yield
+    if request.node.get_closest_marker("gpu"):
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def pytest_collection_modifyitems(items):
