@@ -157,7 +157,8 @@ def is_ours(row: dict) -> bool:
 def is_peer(other: dict, row: dict, trainer: str) -> bool:
     """Return whether `other` is in the run of `row`, and is the floor or a micro-batch of nanoGPT at its fastest."""
     same = all(other[key] == row[key] for key in ("model", "context_length", "commit"))
-    fastest = trainer == "floor" or (other["attention"], other["compiled"]) == ("sdpa", True)
+    kind = other["attention"], other["compiled"], other.get("precision", "bf16")
+    fastest = trainer == "floor" or kind == ("sdpa", True, "bf16")
     return same and other["status"] == "ok" and other["trainer"] == trainer and fastest
 
 
@@ -201,7 +202,8 @@ def trainer_text(row: dict) -> str:
     checkpointing = row.get("activation_checkpointing", "none")
     eager = "" if row["compiled"] else ", not compiled"
     recomputed = "" if checkpointing == "none" else f", {checkpointing} checkpointing"
-    fp8 = ", FP8" if row.get("precision") == "fp8" else ""
+    precision = row.get("precision", "bf16")
+    fp8 = {"bf16": "", "fp8": ", FP8"}.get(precision, f", torchao's FP8 ({precision})")
     return f"{TRAINERS[row['trainer']]}, {row['attention']}{fp8}{eager}{recomputed}"
 
 

@@ -26,6 +26,7 @@ from bench.training.steps import Finalist, alternate, search
 from bench.training.trainers import Job, Trainer, TrainingCell, huggingface, load_nanogpt, nanogpt, ours
 from errors import UserError
 from model.attention import Custom, load_function
+from model.attention.custom import is_installed
 from trainer.precision import has_fp8
 
 # The GPT-3 models try the largest micro-batch that nanoGPT has memory for on an H200, and twice that size.
@@ -52,13 +53,15 @@ ATTENTIONS = {
     "huggingface": ("sdpa", "naive"),
 }
 FP8 = "ours:flash2:fp8"
+TORCHAO = "nanogpt:sdpa:tensorwise", "nanogpt:sdpa:rowwise"
 TRAINERS = {
     str(trainer): trainer
     for name, attentions in ATTENTIONS.items()
     for compiled in (True, False)
     for trainer in (Trainer(name, attention, compiled) for attention in attentions)
 } | {FP8: Trainer("ours", "flash2", precision="fp8")}
-MAIN, NAIVE = ("ours:flash2", FP8, "nanogpt:sdpa"), ("ours:naive", "nanogpt:naive")
+TRAINERS |= {name: Trainer("nanogpt", "sdpa", precision=name.rpartition(":")[2]) for name in TORCHAO}
+MAIN, NAIVE = ("ours:flash2", FP8, "nanogpt:sdpa", *TORCHAO), ("ours:naive", "nanogpt:naive")
 WITH_NAIVE = "gpt2_8k", "gpt2_16k"  # around the longest context that naive attention has memory for
 LONGEST_FLOOR = 8192  # At longer contexts the floor is nearly all attention.
 
@@ -71,8 +74,8 @@ class TrainingSettings:
     """Measure only these cells, for example [gpt2_1k,gpt3-2.7b_8k]. An unknown name prints all of them."""
     trainers: list[str] | None = None
     """Measure only these, for example [ours:flash2,nanogpt:sdpa:eager]. An unknown name prints all of them. null: all
-    for gpt2_1k; ours:flash2, ours:flash2:fp8 and nanogpt:sdpa for the others, and ours and nanogpt with naive attention
-    for gpt2_8k and gpt2_16k. A GPU without FP8 has no rows of FP8."""
+    for gpt2_1k; ours:flash2 and nanogpt:sdpa in bf16 and FP8 for the others, and both with naive attention for gpt2_8k
+    and gpt2_16k. Rows of FP8 need a GPU with FP8, and nanoGPT's rows of FP8 need torchao."""
     function: str | None = None
     """Your own attention, written module:function. It gets a compiled and an uncompiled row in each cell."""
     nanogpt: Path | None = None
@@ -98,6 +101,8 @@ class TrainingSettings:
         for name in self.trainers or []:
             if name.startswith("nanogpt") and not self.nanogpt:
                 raise UserError(f"trainers={name} needs nanoGPT's model.py; add nanogpt=path/to/model.py")
+            if name in TORCHAO and not is_installed("torchao"):
+                raise UserError(f"trainers={name} needs the package torchao; install it with pip install torchao")
 
     def is_partial(self) -> bool:
         """Return whether the results are incomplete and must not replace the published ones."""
@@ -153,8 +158,15 @@ def chosen_trainers(settings: TrainingSettings, cell: TrainingCell) -> list[Trai
     chosen = [TRAINERS[name] for name in settings.trainers or names]
     if settings.function:
         chosen += [Trainer("ours", f"custom:{settings.function}", compiled) for compiled in (True, False)]
-    missing = ([] if settings.nanogpt else ["nanogpt"]) + ([] if has_fp8(torch.device("cuda")) else ["fp8"])
-    return [trainer for trainer in chosen if not {trainer.name, trainer.precision} & set(missing)]
+    return [trainer for trainer in chosen if can_run(trainer, settings)]
+
+
+def can_run(trainer: Trainer, settings: TrainingSettings) -> bool:
+    """Return whether nanoGPT's file, a GPU with FP8 and torchao are here, if the trainer needs them."""
+    in_fp8, is_peer = trainer.precision != "bf16", trainer.name == "nanogpt"
+    if (is_peer and not settings.nanogpt) or (in_fp8 and not has_fp8(torch.device("cuda"))):
+        return False
+    return not (in_fp8 and is_peer) or is_installed("torchao")
 
 
 def measure(

@@ -36,7 +36,7 @@ def empty_row(cell: TrainingCell, trainer: Trainer, batch: int) -> dict:
     shape = {"model": cell.model, "context_length": cell.context_length, "batch_size": batch}
     checkpointing = cell.activation_checkpointing if trainer.name == "ours" else "none"
     how = {"attention": trainer.attention, "compiled": trainer.compiled, "activation_checkpointing": checkpointing}
-    how |= {"precision": "fp8"} if trainer.precision == "fp8" else {}
+    how |= {} if trainer.precision == "bf16" else {"precision": trainer.precision}
     results = ("tokens_per_second", "tflops", "mfu", "peak_gib", "first_step_s", "ms", "status", "message")
     return {"trainer": trainer.name, **shape, **how, **dict.fromkeys(results), "best": False}
 

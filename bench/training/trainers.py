@@ -2,6 +2,7 @@
 
 All use bf16 autocast, fp32 parameters, fused AdamW and gradient clipping at 1. Ours runs train.py's own step, also in
 FP8. The peers use torch's AdamW. nanoGPT's model comes from a file that the user names, in the loop of its train.py.
+torchao can put its linear layers into FP8.
 """
 
 import runpy
@@ -77,11 +78,11 @@ class Trainer:
     """A variant's name. For ours also custom:module:function, a user's own function."""
     compiled: bool = True
     precision: str = "bf16"
-    """bf16, or for ours also fp8."""
+    """bf16; for ours also fp8; for nanogpt also tensorwise and rowwise, the scales of torchao's float8."""
 
     def __str__(self) -> str:
-        suffixes = ([] if self.compiled else ["eager"]) + (["fp8"] if self.precision == "fp8" else [])
-        return ":".join([self.name, self.attention, *suffixes])
+        suffixes = [] if self.compiled else ["eager"], [] if self.precision == "bf16" else [self.precision]
+        return ":".join([self.name, self.attention, *suffixes[0], *suffixes[1]])
 
 
 class Job:
@@ -242,7 +243,10 @@ def load_nanogpt(path: Path) -> SimpleNamespace:
 
 
 def nanogpt(cell: TrainingCell, trainer: Trainer, device: str, module: SimpleNamespace) -> PeerJob:
-    """Return the job of nanoGPT's GPT, with biases. Naive attention is its branch for a torch without SDPA."""
+    """Return the job of nanoGPT's GPT, with biases. Naive attention is its branch for a torch without SDPA.
+
+    In another precision than bf16, torchao multiplies the linear layers of the blocks in FP8.
+    """
     sizes = cell.sizes() | {"block_size": cell.context_length, "vocab_size": PADDED}
     config = module.GPTConfig(dropout=0.0, bias=True, **sizes)
     with torch.device(device):
@@ -252,6 +256,11 @@ def nanogpt(cell: TrainingCell, trainer: Trainer, device: str, module: SimpleNam
         for block in model.transformer.h:
             block.attn.flash = False
             block.attn.register_buffer("bias", mask.to(device))
+    if trainer.precision != "bf16":
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # optional
+
+        recipe = Float8LinearConfig.from_recipe_name(trainer.precision)
+        convert_to_float8_training(model, config=recipe, module_filter_fn=lambda _, name: name != "lm_head")
     return PeerJob(model, lambda model, x, y: model(x, y)[1], cell, trainer, device)
 
 

@@ -1,8 +1,10 @@
 """bench.training without a GPU: tiny models, and made-up times."""
 
 import json
+import sys
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -207,6 +209,25 @@ def test_nanogpts_model_has_our_shape_and_its_gradient_is_clipped(cell, tmp_path
     assert norms == [pytest.approx(1)]
 
 
+def test_torchao_gets_all_linear_layers_of_nanogpt_but_the_head(cell, tmp_path, monkeypatch):
+    """The recipe is the trainer's precision. `convert` stands for torchao's function."""
+    (tmp_path / "model.py").write_text(NANOGPT)
+    converted = []
+    config = SimpleNamespace(from_recipe_name=lambda name: f"recipe {name}")
+
+    def convert(model, *, config, module_filter_fn):
+        names = ("transformer.h.0.attn.c_attn", "transformer.h.0.mlp.c_proj", "lm_head")
+        converted.append((model, config, [name for name in names if module_filter_fn(None, name)]))
+
+    fake = SimpleNamespace(Float8LinearConfig=config, convert_to_float8_training=convert)
+    monkeypatch.setitem(sys.modules, "torchao", SimpleNamespace(float8=fake))
+    monkeypatch.setitem(sys.modules, "torchao.float8", fake)
+    module = trainers.load_nanogpt(tmp_path / "model.py")
+    trainers.nanogpt(cell, Trainer("nanogpt", "sdpa", False), "cpu", module)
+    job = trainers.nanogpt(cell, Trainer("nanogpt", "sdpa", False, "rowwise"), "cpu", module)
+    assert converted == [(job.model, "recipe rowwise", ["transformer.h.0.attn.c_attn", "transformer.h.0.mlp.c_proj"])]
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
@@ -285,6 +306,7 @@ def test_idle_time_is_time_without_a_kernel():
         ({"cells": ["gpt5"]}, "cells=gpt5 is unknown; choose one of gpt2_1k, "),
         ({"trainers": ["ours:magic"]}, "trainers=ours:magic is unknown; choose one of ours:flash2, "),
         ({"trainers": ["nanogpt:sdpa"]}, "trainers=nanogpt:sdpa needs nanoGPT's model.py; add nanogpt="),
+        ({"trainers": ["nanogpt:sdpa:rowwise"], "nanogpt": "model.py"}, "needs the package torchao; install it with"),
         ({"batches": []}, r"batches=\[\] is empty"),
         ({"batches": [32, 0]}, r"batches=\[32,0\] is not positive; give a number above 0"),
         ({"batches": [10**20]}, r"batches=\[10+\] is too large; give at most 1048576"),
@@ -304,6 +326,21 @@ def test_impossible_settings_are_refused(given, message):
 def test_nanogpt_is_left_out_without_its_file():
     chosen = compare.chosen_trainers(TrainingSettings(), TrainingCell("gpt2", 2048, (1,)))
     assert list(map(str, chosen)) == ["ours:flash2"]
+
+
+@pytest.mark.parametrize(
+    ("has_fp8", "installed", "added"),
+    [
+        (False, True, ["nanogpt:sdpa"]),
+        (True, False, ["ours:flash2:fp8", "nanogpt:sdpa"]),
+        (True, True, ["ours:flash2:fp8", "nanogpt:sdpa", "nanogpt:sdpa:tensorwise", "nanogpt:sdpa:rowwise"]),
+    ],
+)
+def test_fp8_is_measured_where_gpu_and_packages_allow_it(monkeypatch, tmp_path, has_fp8, installed, added):
+    monkeypatch.setattr(compare, "has_fp8", lambda device: has_fp8)
+    monkeypatch.setattr(compare, "is_installed", lambda package: installed)
+    chosen = compare.chosen_trainers(TrainingSettings(nanogpt=tmp_path), TrainingCell("gpt2", 2048, (1,)))
+    assert list(map(str, chosen)) == ["ours:flash2", *added]
 
 
 def test_own_function_is_measured_beside_the_others():
