@@ -6,7 +6,7 @@ double from one step to the next before numbers are clipped.
 """
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from kernels.fp8.definition import E4M3, E5M2
 from model.linear import FIRST_PEAKS, Scales
@@ -14,7 +14,8 @@ from trainer.checkpoint.files import State
 from trainer.distributed.world import ALONE, World, local_part
 
 HEADROOM, FORGET = 2.0, 15 / 16
-LIMITS = {"input": E4M3, "weight": E4M3, "gradient": E5M2}
+SMALLEST_PEAK = 2.0**-40  # Smaller peaks share its scale. The reciprocals and products of all scales stay normal fp32.
+FORMATS = {"input": E4M3, "weight": E4M3, "gradient": E5M2}
 
 
 class ScaleUpdates:
@@ -27,33 +28,34 @@ class ScaleUpdates:
         if not self.layers:
             return
         device = self.layers[0].scales.input_scale.device
-        self.limits = torch.tensor([torch.finfo(LIMITS[role]).max for role in LIMITS], device=device)[:, None]
+        self.limits = torch.tensor([torch.finfo(format).max for format in FORMATS.values()], device=device)[:, None]
         self._begin()
         self.seen = torch.zeros(3, *self.peaks.shape, device=device)  # the last step's statistics
 
     def _begin(self) -> None:
-        """Set the first scales, the weights' scales from the weights themselves."""
-        first = torch.tensor(list(FIRST_PEAKS.values()), device=self.limits.device)
+        """Set the first scales. A weight's scale follows from the weight itself."""
+        first = torch.tensor([FIRST_PEAKS[role] for role in FORMATS], device=self.limits.device)
         self.peaks = first[:, None].repeat(1, len(self.layers))
-        largest = torch.stack([local_part(layer.weight.detach()).abs().amax() for layer in self.layers])
-        self.peaks[1] = self.world.maximum(largest.float()).clamp(min=2.0**-20)  # zero has no scale
+        weights = torch.stack([largest_of(local_part(layer.weight.detach())) for layer in self.layers])
+        self.peaks[list(FORMATS).index("weight")] = self.world.maximum(weights.float())
         self._set()
 
     def update(self) -> None:
         """Take the statistics of the step that has ended, and set the scales of the next one."""
         if not self.layers:
             return
-        statistics = [getattr(layer.scales, f"{role}_statistics") for role in LIMITS for layer in self.layers]
+        statistics = [getattr(layer.scales, f"{role}_statistics") for role in FORMATS for layer in self.layers]
         self.seen = torch.stack(statistics, 1).view(3, *self.peaks.shape)
         torch._foreach_zero_(statistics)
         largest = self.world.maximum(self.seen[0])
-        usable = largest.isfinite() & (largest > 0)  # a step that is not finite leaves the scales as they are
+        usable = largest.isfinite() & (largest > 0)  # Infinity, NaN and a tensor of zeros leave the peak as it is.
         self.peaks = torch.where(usable, torch.maximum(largest, FORGET * self.peaks), self.peaks)
         self._set()
 
     def _set(self) -> None:
-        scales = torch.exp2(torch.ceil(torch.log2(HEADROOM * self.peaks / self.limits)))
-        of_layers = [getattr(layer.scales, f"{role}_scale") for role in LIMITS for layer in self.layers]
+        ratios = HEADROOM * (self.peaks.clamp(min=SMALLEST_PEAK) / self.limits)  # finite for every finite peak
+        scales = torch.exp2(torch.ceil(torch.log2(ratios)))
+        of_layers = [getattr(layer.scales, f"{role}_scale") for role in FORMATS for layer in self.layers]
         torch._foreach_copy_(of_layers, list(scales.flatten().unbind()))
 
     def metrics(self) -> dict[str, float]:
@@ -66,7 +68,7 @@ class ScaleUpdates:
             return {}
         largest, underflow, tensors = self.seen
         found = torch.stack((largest, underflow / tensors.clamp(min=1))).amax(2).tolist()
-        names = [f"fp8/{what}_{role}" for what in ("amax", "underflow") for role in LIMITS]
+        names = [f"fp8/{what}_{role}" for what in ("amax", "underflow") for role in FORMATS]
         return dict(zip(names, [*found[0], *found[1]], strict=True))
 
     def state_dict(self) -> State:
@@ -79,3 +81,8 @@ class ScaleUpdates:
             self._set()
         elif self.layers:
             self._begin()
+
+
+def largest_of(x: Tensor) -> Tensor:
+    """Return the largest |x|, or 0 for the empty shard of a process that holds no rows of a weight."""
+    return x.abs().amax() if x.numel() else x.new_zeros(())

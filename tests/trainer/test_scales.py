@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from model.linear import FIRST_PEAKS, Linear
 from trainer.distributed.world import World
-from trainer.scales import FORGET, HEADROOM, LIMITS, ScaleUpdates
+from trainer.scales import FORGET, FORMATS, HEADROOM, SMALLEST_PEAK, ScaleUpdates, largest_of
 
-ROLES = list(LIMITS)
+ROLES = list(FORMATS)
 
 
 def layers(count: int = 1, largest_weight: float = 0.5) -> nn.ModuleList:
@@ -33,7 +33,7 @@ def scales_of(model: nn.ModuleList) -> list[list[float]]:
 
 def wanted(peak: float, role: str) -> float:
     """Return the smallest power of two that puts twice the peak inside the format's range."""
-    return 2.0 ** math.ceil(math.log2(HEADROOM * peak / torch.finfo(LIMITS[role]).max))
+    return 2.0 ** math.ceil(math.log2(HEADROOM * peak / torch.finfo(FORMATS[role]).max))
 
 
 def test_the_first_scales_suit_the_weights_and_usual_activations_and_gradients():
@@ -71,6 +71,24 @@ def test_a_step_that_is_not_finite_and_a_tensor_of_zeros_leave_their_scale(numbe
     updates.update()
     after = scales_of(model)
     assert after[0] == before[0] and after[1][2] == wanted(1.0, "gradient") != before[1][2]
+
+
+@pytest.mark.parametrize("peak", [2.0**-149, 2.0**-60, 3.4e38])
+def test_no_scale_leaves_the_range_of_fp32(peak):
+    """The reciprocals are normal numbers, and so are the products of scales of small tensors."""
+    model = layers(largest_weight=0.0)
+    updates, (layer,) = ScaleUpdates(model), model
+    updates.peaks.zero_()
+    observe(layer, **dict.fromkeys(ROLES, peak))
+    updates.update()
+    scales = torch.tensor(scales_of(model)[0])
+    assert scales.tolist() == [wanted(max(SMALLEST_PEAK, peak), role) for role in ROLES]
+    smallest = torch.finfo(torch.float32).tiny
+    assert (1 / scales >= smallest).all() and (peak > 1 or (scales.min() * scales >= smallest).all())
+
+
+def test_a_process_without_rows_of_a_weight_has_no_say_in_its_scale():
+    assert largest_of(torch.empty(0, 16)) == 0 and largest_of(torch.tensor([[1.0, -3.0]])) == 3
 
 
 def test_metrics_are_the_last_steps_largest_numbers_of_all_layers():
