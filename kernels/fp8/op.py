@@ -67,21 +67,21 @@ _ops = torch.ops.fp8
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, residual, scaled):
-        of_x, of_weight, of_dout = scaled
+        of_x, of_weight, _ = scaled
         x8, x8_t = _ops.quantise(x, *of_x, E4M3)
         weight8, weight8_t = _ops.quantise(weight, *of_weight, E4M3)
-        ctx.save_for_backward(x8_t, weight8_t, of_x.scale, of_weight.scale, *of_dout)
-        ctx.dtypes = weight.dtype, bias.dtype
+        ctx.save_for_backward(x8_t, weight8_t)
+        ctx.scaled, ctx.dtypes = scaled, (weight.dtype, bias.dtype)
         return _ops.product(x8, weight8, of_x.scale, of_weight.scale, bias, residual, x.dtype)
 
     @staticmethod
     @no_second_derivative("fp8.linear", "precision=bf16")
     def backward(ctx, dout):
-        x8_t, weight8_t, scale_x, scale_weight, *of_dout = ctx.saved_tensors
+        (x8_t, weight8_t), (of_x, of_weight, of_dout) = ctx.saved_tensors, ctx.scaled
         (weight_dtype, bias_dtype), rows = ctx.dtypes, dout.contiguous()
         dout8, dout8_t = _ops.quantise(rows, *of_dout, E5M2)
-        dx = _ops.product(dout8, weight8_t, of_dout[0], scale_weight, None, None, dout.dtype)
-        dweight = _ops.product(dout8_t, x8_t, of_dout[0], scale_x, None, None, weight_dtype)
+        dx = _ops.product(dout8, weight8_t, of_dout.scale, of_weight.scale, None, None, dout.dtype)
+        dweight = _ops.product(dout8_t, x8_t, of_dout.scale, of_x.scale, None, None, weight_dtype)
         dbias = bias_gradient(rows, bias_dtype) if ctx.needs_input_grad[2] else None
         return dx, dweight, dbias, dout if ctx.needs_input_grad[3] else None, None
 
@@ -121,8 +121,9 @@ def linear(
 ) -> Tensor:
     """Return x weight^T + bias + residual as kernels.linear.linear does, with products in FP8.
 
-    x (..., D) has 16 bits, weight (C, D) is fp32. The numbers of tokens, inputs and outputs are multiples of 16.
-    `scaled` are the scales of x, of the weight, and of the gradient of the result. Their statistics change.
+    x (..., D) has 16 bits, weight (C, D) is fp32 or has x's dtype. The numbers of tokens, inputs and outputs are
+    multiples of 16. `scaled` has the scales and statistics of x, of the weight, and of the gradient of the result. The
+    forward pass adds to the first two statistics, and the backward pass to the last.
     """
     residual = None if residual is None else rows_of(residual)
     with torch.autocast(x.device.type, enabled=False):
@@ -136,7 +137,7 @@ def gelu_mlp(
 ) -> Tensor:  # fmt: skip
     """Return gelu(x weight^T + bias) out_weight^T + out_bias + residual as kernels.gelu.gelu_mlp does, in FP8.
 
-    The scales are as in `linear`, `scaled` for the first product and `out_scaled` for the second. The backward pass
+    `scaled` is of the first layer and `out_scaled` of the second, as in `linear`. The backward pass
     computes GELU's result again, in the kernel that computes GELU's gradient.
     """
     residual = None if residual is None else rows_of(residual)

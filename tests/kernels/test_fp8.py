@@ -147,6 +147,17 @@ def test_layers_and_their_gradients_match_fp64_within_the_formats_bounds(name, a
 
 
 @needs_fp8
+@pytest.mark.parametrize(("layer", "sizes", "sets"), [(fp8.linear, (16, 32), 1), (fp8.gelu_mlp, (16, 32, 16), 2)])
+def test_two_forward_passes_can_come_before_their_backward_passes(layer, sizes, sets):
+    """Both backward passes add to the same statistics."""
+    inputs, scales = inputs_of(*sizes), [scales_for() for _ in range(sets)]
+    first, second = (layer(*inputs, *scales).sum() for _ in range(2))
+    gradients = [torch.autograd.grad(out, inputs) for out in (first, second)]
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+    assert all(of_gradient.statistics[2] == 2 for _, _, of_gradient in scales)
+
+
+@needs_fp8
 @pytest.mark.parametrize(("layer", "sizes"), [(linear, (16, 32)), (gelu_mlp, (16, 32, 16))])
 def test_layers_refuse_a_second_derivative(layer, sizes):
     inputs = inputs_of(*sizes)
