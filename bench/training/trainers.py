@@ -127,7 +127,9 @@ class Job:
                 parameter.fill_(float(name.endswith("weight")))  # LayerNorm weights are 1.
         for buffer in self.model.buffers():
             if buffer.ndim > 1:
-                buffer.copy_(torch.ones_like(buffer).tril())  # The peers' only buffers are causal masks.
+                buffer.copy_(torch.ones_like(buffer).tril())  # a causal mask of the peers
+            else:
+                buffer.zero_()  # statistics of FP8, or a scale, which OurJob sets afterwards
         for state in self.optimizer.state.values():
             for x in state.values():
                 x.zero_()

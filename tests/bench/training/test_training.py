@@ -69,6 +69,17 @@ def test_second_step_of_a_micro_batch_captures_graphs_for_later_steps(cell, monk
     assert taken[5:] == [(4, None), (4, "graphs of 4")]
 
 
+def test_a_resumed_job_in_fp8_begins_with_empty_statistics(cell):
+    """Its memory is newly allocated and may hold any numbers. The scales are those of the new weights."""
+    job = trainers.ours(cell, Trainer("ours", "flash2", False, "fp8"), "cpu")
+    weights = [layer.weight for layer in job.state.scales.layers]
+    for buffer in job.model.buffers():
+        buffer.fill_(1e30)
+    job.resume()
+    assert all((len(buffer) == 3 and not buffer.any()) if buffer.ndim else buffer < 1 for buffer in job.model.buffers())
+    assert job.state.scales.peaks[1].tolist() == [weight.abs().max().item() for weight in weights]
+
+
 @pytest.mark.parametrize("batch", [1, 3])
 def test_random_tokens_have_the_strides_of_a_loader(batch):
     """Other strides compile the model again, and captured graphs do not survive that."""
