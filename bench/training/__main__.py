@@ -103,6 +103,8 @@ class TrainingSettings:
                 raise UserError(f"trainers={name} needs nanoGPT's model.py; add nanogpt=path/to/model.py")
             if name in TORCHAO and not is_installed("torchao"):
                 raise UserError(f"trainers={name} needs the package torchao; install it with pip install torchao")
+            if TRAINERS[name].precision != "bf16" and torch.cuda.is_available() and not has_fp8(torch.device("cuda")):
+                raise UserError(f"trainers={name} needs an NVIDIA GPU from Ada or Hopper on; leave it out")
 
     def is_partial(self) -> bool:
         """Return whether the results are incomplete and must not replace the published ones."""
@@ -162,7 +164,7 @@ def chosen_trainers(settings: TrainingSettings, cell: TrainingCell) -> list[Trai
 
 
 def can_run(trainer: Trainer, settings: TrainingSettings) -> bool:
-    """Return whether nanoGPT's file, a GPU with FP8 and torchao are here, if the trainer needs them."""
+    """Return whether the trainer has what it needs: nanoGPT's file, a GPU with FP8, and torchao."""
     in_fp8, is_peer = trainer.precision != "bf16", trainer.name == "nanogpt"
     if (is_peer and not settings.nanogpt) or (in_fp8 and not has_fp8(torch.device("cuda"))):
         return False

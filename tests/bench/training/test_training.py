@@ -339,6 +339,13 @@ def test_nanogpt_is_left_out_without_its_file():
     assert list(map(str, chosen)) == ["ours:flash2"]
 
 
+def test_a_trainer_in_fp8_is_refused_by_name_on_a_gpu_without_fp8(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(compare, "has_fp8", lambda device: False)
+    with pytest.raises(UserError, match="trainers=ours:flash2:fp8 needs an NVIDIA GPU from Ada or Hopper on; leave it"):
+        TrainingSettings(trainers=["ours:flash2", "ours:flash2:fp8"])
+
+
 @pytest.mark.parametrize(
     ("has_fp8", "installed", "added"),
     [
