@@ -55,7 +55,7 @@ def replay(config: ReplayConfig) -> None:
         if recorded["scaler"]:
             state.scaler.load_state_dict(recorded["scaler"])
         if compute.fp8:
-            state.scales.load_state_dict(saved_scales(source))
+            state.fp8_scales.load_state_dict(saved_scales(source))
         compiled = compile_model(model, settings.train, compute)
         step = partial(micro_step, compiled, state, settings, compute)
         loss, norm = train_step(compiled, step, state, settings, compute).tolist()

@@ -148,7 +148,7 @@ def loop(
             log.message(first_step_message(time.perf_counter() - began, *kinds))
         with log.row(state.step, state.tokens) as row:
             if is_due(settings.log_interval):
-                row |= watch.read() | meter.read() | state.scales.metrics()
+                row |= watch.read() | meter.read() | state.fp8_scales.metrics()
             if is_due(settings.eval_interval):
                 with meter.excluded():
                     watch.judge()
@@ -178,7 +178,7 @@ def train_step(model: nn.Module, step: MicroStep, state: TrainState, config: Con
     set_learning_rate(state.optimizer, learning_rate(state.step, config.optimizer, config.train.max_steps))
     state.scaler.step(state.optimizer)
     state.scaler.update()
-    state.scales.update()
+    state.fp8_scales.update()
     state.optimizer.zero_grad(set_to_none=True)
     return torch.stack((loss / micro_steps, norm))
 

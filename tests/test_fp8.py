@@ -26,7 +26,7 @@ def test_a_resumed_run_continues_bit_for_bit(workplace):
     assert curve("resumed", *names) == curve("whole", *names)[3:]
     assert all(row.keys() >= set(METRICS) and row["fp8/amax_gradient"] > 0 for row in rows("whole"))
     final, resumed = load("whole/checkpoints/step-00000006.pt"), load("later/step-00000006.pt")
-    assert final["scales"] == resumed["scales"] != load("whole/checkpoints/step-00000003.pt")["scales"]
+    assert final["fp8_scales"] == resumed["fp8_scales"] != load("whole/checkpoints/step-00000003.pt")["fp8_scales"]
     assert final["model"].keys() == resumed["model"].keys()
     assert all(torch.equal(weight, resumed["model"][name]) for name, weight in final["model"].items())
     data = "data=tokens", "data.dir=tokens", "data.tokenizer=byte"
@@ -42,7 +42,7 @@ def test_a_run_can_change_to_fp8_and_back(workplace, first, second):
     assert f"precision.name {first} -> {second}" in outcome.out
     losses = [loss for _, loss in curve("run", "train/loss")]
     assert len(losses) == 6 and losses[3] < losses[0]
-    assert bool(load("later/step-00000006.pt")["scales"]) == (second == "fp8")
+    assert bool(load("later/step-00000006.pt")["fp8_scales"]) == (second == "fp8")
     has_metrics = [METRICS[0] in row for row in rows("run")]
     assert has_metrics == [first == "fp8"] * 3 + [second == "fp8"] * 3
 

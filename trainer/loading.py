@@ -87,7 +87,7 @@ def load_weights(model: GPT2, source: str) -> None:
 
 def saved_scales(source: str) -> State:
     """Return the FP8 scales of a checkpoint, or {} if it has none."""
-    return load(source, whole=False).get("scales", {}) if is_checkpoint(source) else {}
+    return load(source, whole=False).get("fp8_scales", {}) if is_checkpoint(source) else {}
 
 
 def load_model(

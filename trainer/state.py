@@ -37,10 +37,10 @@ class TrainState:
     config: State = field(default_factory=dict)  # the run's settings, which a resumed run takes over
     world: World = ALONE
     resumed_from: int = 0  # number of processes that wrote the checkpoint
-    scales: ScaleUpdates = field(init=False)  # of FP8
+    fp8_scales: ScaleUpdates = field(init=False)
 
     def __post_init__(self):
-        self.scales = ScaleUpdates(self.model, self.world)
+        self.fp8_scales = ScaleUpdates(self.model, self.world)
 
     @property
     def tokens(self) -> int:
@@ -63,7 +63,7 @@ class TrainState:
             "optimizer": self.optimizer.state_dict(),
             "parameters": [names[p] for group in groups for p in group["params"]],  # in the optimizer's order
             "scaler": self.scaler.state_dict(),
-            "scales": self.scales.state_dict(),
+            "fp8_scales": self.fp8_scales.state_dict(),
             "loader": self.loader.state_dict(),
             "config": self.config,
             "tokenizer": self.tokenizer,
@@ -84,7 +84,7 @@ class TrainState:
         self.optimizer.load_state_dict(moments | {"param_groups": groups})
         if state["scaler"]:  # only runs in fp16 have one
             self.scaler.load_state_dict(state["scaler"])
-        self.scales.load_state_dict(state.get("scales", {}))
+        self.fp8_scales.load_state_dict(state.get("fp8_scales", {}))
         self.loader.load_state_dict(state["loader"])
         for key in NUMBERS:  # The conversion refuses other values than numbers.
             setattr(self, key, type(getattr(self, key))(state[key]))

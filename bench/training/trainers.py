@@ -186,7 +186,7 @@ class OurJob(Job):
 
     def resume(self) -> None:
         super().resume()
-        self.state.scales = ScaleUpdates(self.state.model, self.compute.world)
+        self.state.fp8_scales = ScaleUpdates(self.state.model, self.compute.world)
 
 
 def ours(

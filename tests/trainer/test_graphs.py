@@ -167,4 +167,4 @@ def test_a_run_by_graphs_is_the_run_without_and_continues_bit_for_bit(workplace,
     )
     for other in (queued, continued):
         torch.testing.assert_close(other["model"], whole["model"], rtol=0, atol=0)
-        assert other["scales"] == whole["scales"]
+        assert other["fp8_scales"] == whole["fp8_scales"]

@@ -72,12 +72,12 @@ def test_second_step_of_a_micro_batch_captures_graphs_for_later_steps(cell, monk
 def test_a_resumed_job_in_fp8_begins_with_empty_statistics(cell):
     """Its memory is newly allocated and may hold any numbers. The scales are those of the new weights."""
     job = trainers.ours(cell, Trainer("ours", "flash2", False, "fp8"), "cpu")
-    weights = [layer.weight for layer in job.state.scales.layers]
+    weights = [layer.weight for layer in job.state.fp8_scales.layers]
     for buffer in job.model.buffers():
         buffer.fill_(1e30)
     job.resume()
     assert all((len(buffer) == 3 and not buffer.any()) if buffer.ndim else buffer < 1 for buffer in job.model.buffers())
-    assert job.state.scales.peaks[1].tolist() == [weight.abs().max().item() for weight in weights]
+    assert job.state.fp8_scales.peaks[1].tolist() == [weight.abs().max().item() for weight in weights]
 
 
 @pytest.mark.parametrize("batch", [1, 3])
