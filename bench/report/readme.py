@@ -148,7 +148,7 @@ def optimizers_table(name: str, results: Path = RESULTS_OF_CPU) -> str:
     return f"{table(['settings', *header], lines)}\n\n{caption(file)}"
 
 
-def is_ours(row: dict) -> bool:
+def is_ours_in_bf16(row: dict) -> bool:
     """Return whether the row is our compiled step with flash2 in bf16, and was measured."""
     kind = row["trainer"], row["attention"], row["compiled"], row.get("precision", "bf16"), row["status"]
     return kind == ("ours", "flash2", True, "bf16", "ok")
@@ -173,7 +173,7 @@ def front_table(results: Path) -> str:
     file, lines = read_results(results / "training.json"), []
     for model, context in FRONT:
         cell = {"model": model, "context_length": context, "best": True}
-        [row] = [row for row in file["rows"] if is_ours(row) and cell.items() <= row.items()]
+        [row] = [row for row in file["rows"] if is_ours_in_bf16(row) and cell.items() <= row.items()]
         ratios = (ratio(row, file["rows"], trainer) for trainer in ("nanogpt", "huggingface"))
         cells = at_least(row["tokens_per_second"], 0), *ratios, f"{at_most(row['peak_gib'], 1)} GiB"
         lines.append([f"`{model}`, {length_text(context)}", *cells])
@@ -217,7 +217,7 @@ def fp8_table(results: Path) -> str:
         captions += [caption(file)] if in_fp8 else []
         for row in in_fp8:
             cell = {key: row[key] for key in ("model", "context_length", "commit")}
-            [bf16] = [other for other in best if is_ours(other) and cell.items() <= other.items()]
+            [bf16] = [other for other in best if is_ours_in_bf16(other) and cell.items() <= other.items()]
             speeds = (at_least(x["tokens_per_second"], 0) for x in (bf16, row))
             gain = at_least(row["tokens_per_second"] / bf16["tokens_per_second"], 3)
             memory = (f"{at_most(x['peak_gib'], 1)} GiB" for x in (bf16, row))
@@ -238,7 +238,7 @@ def fits_table(results: Path) -> str:
     """
     file, peaks = read_results(results / "training.json"), {}
     for row in file["rows"]:
-        if is_ours(row):
+        if is_ours_in_bf16(row):
             kind = row["model"], row["context_length"], row["activation_checkpointing"]
             measured = peaks.setdefault(kind, {})
             measured[row["batch_size"]] = max(row["peak_gib"], measured.get(row["batch_size"], 0))
