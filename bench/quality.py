@@ -6,8 +6,8 @@ cross-entropy in fp32 over all logits, clip_grad_norm_ and torch's unfused AdamW
 Training amplifies rounding: control=true trains the plain model again with torch's fused attention, and ends at another
 loss too. The program fails if the fast runs end more than 0.01 nats from the plain ones, on average over the seeds.
 
-fp8=true instead compares the fast step in FP8 with the fast step in bf16. The control is the fast step in bf16 with
-torch's fused attention.
+fp8=true instead compares the fast step in FP8 with the fast step in bf16, with the same limit of 0.01 nats. The control
+is then the fast step in bf16 with torch's fused attention.
 
 Examples:
     python -m bench.quality tokens=tokens/wikipedia seeds=[1,2,3] control=true
@@ -64,7 +64,7 @@ class QualitySettings:
     fp8: bool = False
     """Compare FP8 with bf16, not the fast step with the plain one."""
     control: bool = False
-    """Also train the model that the others are compared with once more, with torch's fused attention."""
+    """Also train the plain model, or with fp8=true the bf16 model, with torch's fused attention."""
     device: str = "cuda"
     """cuda or cpu."""
     out: Path | None = None
@@ -116,8 +116,8 @@ def compare(settings: QualitySettings) -> float:
             rows.append({"trained_by": name, "seed": seed, "end": finite(end), "loss_curve": losses})
             write(out, about | {"rows": rows})
             print(f"seed {seed}: {name} {end:.4f}")
-    middle = statistics.mean(ends.pop(base))
-    above = {name: statistics.mean(of_seeds) - middle for name, of_seeds in ends.items()}
+    base_end = statistics.mean(ends.pop(base))
+    above = {name: statistics.mean(of_seeds) - base_end for name, of_seeds in ends.items()}
     print(", ".join(f"{name} {nats:+.4f}" for name, nats in above.items()) + f" nats from {base}")
     last = f"mean losses of the last {min(LAST, settings.steps)} of {settings.steps} steps"
     print(f"{last}; at most {TOLERANCE} wanted; written to {out}")
