@@ -1,8 +1,8 @@
 """The scales of FP8 training, which change between steps, and what the log says of them.
 
-A tensor's scale follows its peak: the largest number of the last step, or the peak before if that was larger, lowered
-by 1/16 each step. The scale is the power of two that puts twice the peak inside the format's range. So a tensor can
-double from one step to the next before numbers are clipped.
+A tensor's scale follows its peak. The peak rises at once to the largest |x| of the last step, and falls by at most 1/16
+a step. The scale is the smallest power of two that puts twice the peak inside the format's range. So the largest |x|
+can double from one step to the next before numbers are clipped.
 """
 
 import torch
@@ -59,7 +59,7 @@ class ScaleUpdates:
         torch._foreach_copy_(of_layers, list(scales.flatten().unbind()))
 
     def metrics(self) -> dict[str, float]:
-        """Return the largest number of the last step, and the largest underflow of a layer, for each role.
+        """Return the largest |x| of the last step, and the largest underflow of a layer, for each role.
 
         A layer's underflow is the mean over the micro-steps of this process, and over recomputations of activation
         checkpointing.

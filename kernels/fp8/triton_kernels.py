@@ -17,7 +17,7 @@ from kernels.fp8.definition import E4M3, E5M2
 from kernels.gelu.triton_kernels import gelu_and_slope
 
 QUANTISE, GELU, GRADIENT = (64, 128, 8), (64, 64, 4), (64, 64, 4)  # M, N, warps: the fastest of ten on an H100
-LIMITS = {E4M3: (448.0, 2.0**-10), E5M2: (57344.0, 2.0**-17)}  # the largest number; numbers up to this one become zero
+LIMITS = {E4M3: (448.0, 2.0**-10), E5M2: (57344.0, 2.0**-17)}  # largest number; numbers up to the second become zero
 
 
 @triton.jit
@@ -56,7 +56,7 @@ def _store_transposed(x, scale, transposed, o_m, o_n, rows, columns, LIMIT: tl.c
 
 @triton.jit
 def _observe(x, scale, statistics, rows, columns, TINY: tl.constexpr):
-    """Add a tile x [M, N] to the statistics. It is 0 outside the matrix."""
+    """Add a tile x [M, N] to the statistics. Elements outside the matrix are 0."""
     sizes = tl.abs(x.to(tl.float32))
     lost = (sizes <= TINY * tl.load(scale)) & (sizes != 0)
     tl.atomic_max(statistics, tl.max(sizes), sem="relaxed")
