@@ -29,13 +29,13 @@ class ScaleUpdates:
             return
         device = self.layers[0].scales.input_scale.device
         self.limits = torch.tensor([torch.finfo(format).max for format in FORMATS.values()], device=device)[:, None]
+        self.first = torch.tensor([FIRST_PEAKS[role] for role in FORMATS], device=device)[:, None]
         self._begin()
         self.seen = torch.zeros(3, *self.peaks.shape, device=device)  # the last step's statistics
 
     def _begin(self) -> None:
-        """Set the first scales. A weight's scale follows from the weight itself."""
-        first = torch.tensor([FIRST_PEAKS[role] for role in FORMATS], device=self.limits.device)
-        self.peaks = first[:, None].repeat(1, len(self.layers))
+        """Set the first scales. A weight's scale follows from the weight itself. The other peaks are still unknown: 0."""
+        self.peaks = torch.zeros(len(FORMATS), len(self.layers), device=self.limits.device)
         weights = torch.stack([largest_of(local_part(layer.weight.detach())) for layer in self.layers])
         self.peaks[list(FORMATS).index("weight")] = self.world.maximum(weights.float())
         self._set()
@@ -53,7 +53,8 @@ class ScaleUpdates:
         self._set()
 
     def _set(self) -> None:
-        ratios = HEADROOM * (self.peaks.clamp(min=SMALLEST_PEAK) / self.limits)  # finite for every finite peak
+        peaks = torch.where(self.peaks > 0, self.peaks, self.first).clamp(min=SMALLEST_PEAK)
+        ratios = HEADROOM * (peaks / self.limits)  # finite for every finite peak
         scales = torch.exp2(torch.ceil(torch.log2(ratios)))
         of_layers = [getattr(layer.scales, f"{role}_scale") for role in FORMATS for layer in self.layers]
         torch._foreach_copy_(of_layers, list(scales.flatten().unbind()))

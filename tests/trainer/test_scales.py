@@ -49,9 +49,10 @@ def test_scales_grow_at_once_and_shrink_by_a_sixteenth_a_step():
     model = layers()
     updates, (layer,) = ScaleUpdates(model), model
     peak = 1000.0
-    observe(layer, input=peak)
+    observe(layer, input=peak, gradient=1e-6)
     updates.update()
     scale = layer.scales.input_scale.item()
+    assert layer.scales.gradient_scale == wanted(1e-6, "gradient"), "the first step's peak replaces the guess"
     assert scale == wanted(peak, "input") and HEADROOM * peak / scale <= 448 < 2 * HEADROOM * peak / scale
     assert not layer.scales.input_statistics.any(), "the next step begins with empty statistics"
     for _ in range(40):
