@@ -226,6 +226,8 @@ def fp8_table(results: Path) -> str:
                 f"{bf16['batch_size']}, {row['batch_size']}",
             )
             lines.append([*what, *speeds, gain, ratio(row, file["rows"], "floor"), *memory])
+    if not lines:
+        return "Not measured yet."
     header = ["model, context", "micro-batches", "bf16, tokens/s", "FP8, tokens/s", "FP8 / bf16", "FP8 / floor of bf16"]
     return f"{table([*header, 'peak memory, bf16', 'FP8'], lines)}\n\n{' '.join(captions)}".strip()
 
