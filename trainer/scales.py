@@ -34,7 +34,7 @@ class ScaleUpdates:
         self.seen = torch.zeros(3, *self.peaks.shape, device=device)  # the last step's statistics
 
     def _begin(self) -> None:
-        """Set the first scales. A weight's scale follows from the weight itself. The other peaks are still unknown: 0."""
+        """Set the first scales. A weight's scale follows from the weight itself. The other peaks are unknown: 0."""
         self.peaks = torch.zeros(len(FORMATS), len(self.layers), device=self.limits.device)
         weights = torch.stack([largest_of(local_part(layer.weight.detach())) for layer in self.layers])
         self.peaks[list(FORMATS).index("weight")] = self.world.maximum(weights.float())
