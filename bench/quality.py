@@ -37,8 +37,10 @@ from data.loader import TrainLoader, check_length
 from data.tokens import TokenSet, open_tokens
 from errors import UserError, problem_of
 from model.huggingface import save_pretrained
+from trainer.build import check_fp8
 from trainer.loggers import finite
 from trainer.optimizer import OptimizerConfig, learning_rate
+from trainer.precision import PrecisionConfig, choose_compute
 
 TOLERANCE = 0.01  # nats between the mean losses of the last steps
 LAST = 100  # of these steps
@@ -79,6 +81,15 @@ class QualitySettings:
         check_output_file("out", self.out)
 
 
+def check_device_and_sizes(cell: TrainingCell, device: str) -> None:
+    """Refuse fp8=true on a device without FP8 or for unsuitable sizes, before the run in bf16 takes its time."""
+    try:
+        check_fp8(cell.shape(), choose_compute(device, PrecisionConfig("fp8")))
+    except UserError as error:
+        remedy = "use a GPU from Ada or Hopper on and a context_length that is a multiple of 16, or leave fp8 out"
+        raise UserError(f"fp8=true does not run ({problem_of(error)}); {remedy}") from error
+
+
 def open_gpt2_tokens(folder: str, context_length: int) -> TokenSet:
     """Open the folder in the setting `tokens` of a benchmark. Errors name that setting instead of data.dir."""
     try:
@@ -104,6 +115,8 @@ def compare(settings: QualitySettings) -> float:
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise UserError("device=cuda finds no GPU; use device=cpu with a small model, such as model_name=gpt2-nano")
     cell = TrainingCell(settings.model_name, settings.context_length, (settings.batch,))
+    if settings.fp8:
+        check_device_and_sizes(cell, settings.device)
     tokens = open_gpt2_tokens(settings.tokens, settings.context_length)
     judged, base, file = ("fp8", "bf16", "fp8-quality.json") if settings.fp8 else ("fast", "plain", "quality.json")
     out = settings.out or results_folder() / file

@@ -5,11 +5,13 @@ from contextlib import nullcontext
 
 import numpy as np
 import pytest
+import torch
 
 from bench import quality
 from bench.quality import QualitySettings
 from bench.training import trainers
 from errors import UserError
+from trainer import precision
 
 
 @pytest.fixture
@@ -50,6 +52,24 @@ def test_fp8_follows_bf16_from_the_same_weights(tokens, capsys):
         assert rows[name] == pytest.approx(rows["bf16"], abs=0.01) and rows[name] != rows["bf16"]
     assert above == pytest.approx((sum(rows["fp8"]) - sum(rows["bf16"])) / 3)
     assert abs(rows["bf16"][0] - rows["bf16"][1]) > 0.02, "steps that differ by more than the precisions do"
+
+
+@pytest.mark.parametrize(
+    ("device", "length", "problem"),
+    [
+        ("cpu", 24, "multiples of 16, unlike with model.context_length=24"),
+        ("cuda", 32, "from Ada or Hopper on, not A100"),
+    ],
+)
+def test_fp8_is_refused_before_the_run_in_bf16(tokens, monkeypatch, device, length, problem):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **options: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda place: "A100")
+    monkeypatch.setattr(precision, "has_fp8", lambda place: False)
+    monkeypatch.setattr(quality, "curves_of_precisions", lambda *_: pytest.fail("a run has begun"))
+    settings = QualitySettings(tokens=str(tokens), device=device, context_length=length, fp8=True)
+    with pytest.raises(UserError, match=rf"fp8=true does not run \(.*{problem}\); use a GPU from Ada or Hopper on and"):
+        quality.run(settings)
 
 
 @pytest.mark.parametrize(("above", "code"), [(0.009, None), (-0.009, None), (0.011, 1), (-0.02, 1), (float("nan"), 1)])
