@@ -2,6 +2,7 @@
 
 import difflib
 import errno
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
@@ -64,6 +65,8 @@ def explain(error: Exception) -> str:
     line = _one_line(error)
     if 'not detect "srun"' in line:
         return f"{line.removesuffix('?')}; start this command on a Slurm cluster, or without hydra/launcher=slurm"
+    if found := re.match(r"Could not override '(.+?)'\. No match", line):
+        return f"{found[1]} is not a setting of this program; leave it out, or see --help for the settings"
     if line.startswith("Ambiguous value"):
         key, _, values = line[line.index("'") + 1 : line.rindex("'")].partition("=")
         text = _or_as_text(f"{key}={values}")

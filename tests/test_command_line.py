@@ -226,6 +226,11 @@ def test_a_slip_is_told_with_what_was_meant(workplace, override, sentence):
     assert sentence in line
 
 
+def test_a_group_of_another_program_is_refused(workplace):
+    (line,) = run("export.py", "precision=fp8").err.splitlines()
+    assert line.startswith("error: precision is not a setting of this program; leave it out, or see --help")
+
+
 def test_help_names_every_group_and_choice_and_the_keys_used_most(workplace):
     out = run("train.py", "--help").ok().out
     groups = [folder for folder in (ROOT / "conf").iterdir() if folder.is_dir() and any(folder.glob("*.yaml"))]
