@@ -1,5 +1,6 @@
 """Share a model among processes: DistributedDataParallel around the whole model, or FSDP2 with split weights."""
 
+from inspect import signature
 from typing import Any
 
 import torch
@@ -44,7 +45,11 @@ def data_parallel(model: nn.Module, world: World) -> nn.Module:
 
     The buffers are the scales of FP8 and their statistics. Each process collects its own statistics.
     """
-    options = {"gradient_as_bucket_view": True, "bucket_cap_mb": BUCKET_MIB, "broadcast_buffers": False}
+    known = signature(DistributedDataParallel).parameters
+    synchronises = (
+        "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    )  # until torch 2.12
+    options = {"gradient_as_bucket_view": True, "bucket_cap_mb": BUCKET_MIB, synchronises: False}
     return DistributedDataParallel(model, **options) if world.parallel == "ddp" else model
 
 
