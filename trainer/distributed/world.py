@@ -86,11 +86,7 @@ class World:
 
     def largest(self, number: int) -> int:
         """Return the largest `number` of all processes, through the hosts' memory."""
-        if self.parallel == "none":
-            return number
-        tensor = torch.tensor(number)
-        dist.all_reduce(tensor, dist.ReduceOp.MAX)
-        return int(tensor)
+        return int(self.maximum(torch.tensor(number)))
 
     def draw_apart(self, seed: int) -> None:
         """Give each process except the first its own seed for dropout. The first draws as a single process does."""
