@@ -81,8 +81,8 @@ class Trainer:
     """bf16; for ours also fp8; for nanogpt also tensorwise and rowwise, the scales of torchao's float8."""
 
     def __str__(self) -> str:
-        suffixes = [] if self.compiled else ["eager"], [] if self.precision == "bf16" else [self.precision]
-        return ":".join([self.name, self.attention, *suffixes[0], *suffixes[1]])
+        eager, precision = "" if self.compiled else ":eager", "" if self.precision == "bf16" else f":{self.precision}"
+        return f"{self.name}:{self.attention}{eager}{precision}"
 
 
 class Job:
