@@ -42,8 +42,7 @@ from trainer.loggers import finite
 from trainer.optimizer import OptimizerConfig, learning_rate
 from trainer.precision import PrecisionConfig, choose_compute
 
-TOLERANCE = 0.01  # nats between the mean losses of the last steps
-LAST = 100  # of these steps
+TOLERANCE = 0.01  # nats between the mean losses of the last tenth of the steps
 OPTIMIZER = OptimizerConfig()
 
 
@@ -121,10 +120,10 @@ def compare(settings: QualitySettings) -> float:
     judged, base, file = ("fp8", "bf16", "fp8-quality.json") if settings.fp8 else ("fast", "plain", "quality.json")
     out = settings.out or results_folder() / file
     about = {"environment": environment(), "model": cell.name, "batch_size": settings.batch}
-    rows, ends = [], {}
+    rows, ends, last = [], {}, max(1, settings.steps // 10)
     for seed in settings.seeds:
         for name, curve in (curves_of_precisions if settings.fp8 else curves)(cell, tokens.train, seed, settings):
-            ends.setdefault(name, []).append(end := statistics.mean(curve[-LAST:]))
+            ends.setdefault(name, []).append(end := statistics.mean(curve[-last:]))
             losses = [finite(loss) for loss in curve]
             rows.append({"trained_by": name, "seed": seed, "end": finite(end), "loss_curve": losses})
             write(out, about | {"rows": rows})
@@ -132,8 +131,7 @@ def compare(settings: QualitySettings) -> float:
     base_end = statistics.mean(ends.pop(base))
     above = {name: statistics.mean(of_seeds) - base_end for name, of_seeds in ends.items()}
     print(", ".join(f"{name} {nats:+.4f}" for name, nats in above.items()) + f" nats from {base}")
-    last = f"mean losses of the last {min(LAST, settings.steps)} of {settings.steps} steps"
-    print(f"{last}; at most {TOLERANCE} wanted; written to {out}")
+    print(f"mean losses of the last {last} of {settings.steps} steps; at most {TOLERANCE} wanted; written to {out}")
     return above[judged]
 
 
@@ -157,15 +155,23 @@ def curves_of_precisions(
     cell: TrainingCell, tokens: np.ndarray, seed: int, settings: QualitySettings
 ) -> Iterator[tuple[str, list[float]]]:
     """Yield the name (bf16, fp8, control) and the losses of each run of a seed."""
-    compiled, steps = settings.device == "cuda", settings.steps
+    compiled = settings.device == "cuda"
     trainers = {"bf16": Trainer("ours", "flash2", compiled), "fp8": Trainer("ours", "flash2", compiled, "fp8")}
     if settings.control:
         trainers["control"] = Trainer("ours", "sdpa", compiled)
     for name, trainer in trainers.items():
-        torch.manual_seed(seed)
-        with loader(tokens, seed, settings) as batches:
-            job = ours(cell, trainer, settings.device, batches, max_steps=steps)
-            yield name, losses_of(name, seed, fast_losses(partial(job.step, settings.batch), steps), steps)
+        yield name, losses_of_precision(name, cell, trainer, tokens, seed, settings)
+
+
+def losses_of_precision(
+    name: str, cell: TrainingCell, trainer: Trainer, tokens: np.ndarray, seed: int, settings: QualitySettings
+) -> list[float]:
+    """Train one model and return its losses. Its memory is free afterwards, because a GPU may not hold two models."""
+    steps = settings.steps
+    torch.manual_seed(seed)
+    with loader(tokens, seed, settings) as batches:
+        job = ours(cell, trainer, settings.device, batches, max_steps=steps)
+        return losses_of(name, seed, fast_losses(partial(job.step, settings.batch), steps), steps)
 
 
 def loader(tokens: np.ndarray, seed: int, settings: QualitySettings) -> TrainLoader:
