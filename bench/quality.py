@@ -69,7 +69,8 @@ class QualitySettings:
     device: str = "cuda"
     """cuda or cpu."""
     out: Path | None = None
-    """File to write. null writes bench/results/<this GPU>/quality.json, or fp8-quality.json with fp8=true."""
+    """File to write. null writes bench/results/<this GPU>/quality.json, or fp8-quality-<model_name>.json with
+    fp8=true."""
 
     def __post_init__(self):
         models = sorted(file.stem for file in (ROOT / "conf" / "model").glob("*.yaml"))
@@ -117,7 +118,8 @@ def compare(settings: QualitySettings) -> float:
     if settings.fp8:
         check_device_and_sizes(cell, settings.device)
     tokens = open_gpt2_tokens(settings.tokens, settings.context_length)
-    judged, base, file = ("fp8", "bf16", "fp8-quality.json") if settings.fp8 else ("fast", "plain", "quality.json")
+    judged, base = ("fp8", "bf16") if settings.fp8 else ("fast", "plain")
+    file = f"fp8-quality-{settings.model_name}.json" if settings.fp8 else "quality.json"
     out = settings.out or results_folder() / file
     about = {"environment": environment(), "model": cell.name, "batch_size": settings.batch}
     rows, ends, last = [], {}, max(1, settings.steps // 10)
