@@ -1,0 +1,8 @@
+"""Approximate attentions from their papers, in plain PyTorch.
+
+Each is an nn.Module of an EncoderConfig, called as f(q, k, v) -> out. All tensors are (B, T, H, D) of one floating
+dtype. No step waits for the device and shapes depend only on shapes, so CUDA graphs can capture them. 16-bit inputs are
+multiplied as they are; exponentials, sums over the sequence and hashes are in fp32 or more.
+
+B batch, T sequence length, H heads, D head size.
+"""
