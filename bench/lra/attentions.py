@@ -1,24 +1,24 @@
 """The attentions of Long Range Arena by name: exact ones of the registry, and approximate ones.
 
 All are called as f(q, k, v) -> out. q, k, v and out are (B, T, H, D) of one floating dtype. Every token may attend to
-every token (no causal mask), and scores are scaled by D**-0.5.
+every token (no causal mask), and scores are scaled by D**-0.5 except in linear attention.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from bench.lra.approximate.linear import LinearAttention
+from bench.lra.approximate.linformer import Linformer
+from bench.lra.approximate.local_window import LocalWindow
+from bench.lra.approximate.performer import Performer
+from bench.lra.approximate.reformer import Reformer
+from bench.lra.approximate.smyrf import Smyrf
+from bench.lra.config import EncoderConfig
 from bench.paper.attentions import attention_named
 from errors import check_choice
 from model.attention import Attention
-
-if TYPE_CHECKING:
-    from bench.lra.encoder import EncoderConfig
 
 UNPADDED = "flash2_unpadded"
 """flash2 whose classifier leaves out the padding: see bench.lra.encoder.Classifier."""
@@ -36,17 +36,22 @@ class Exact:
         return self.attend(q, k, v, causal=False, scale=q.shape[3] ** -0.5, **options)
 
 
-ATTENTIONS: dict[str, Callable] = {
+ATTENTIONS: dict[str, Callable[[EncoderConfig], Callable[..., Tensor]]] = {
     **{name: partial(Exact, name=name) for name in ("naive", "fused_softmax", "flash1", "flash2")},
     UNPADDED: partial(Exact, name="flash2"),
     "block_sparse": partial(Exact, name="block_sparse"),
+    "linformer": Linformer,
     "linear": LinearAttention,
+    "performer": Performer,
+    "local_window": LocalWindow,
+    "reformer": Reformer,
+    "smyrf": Smyrf,
 }
 """What builds each attention from an EncoderConfig."""
 
 
 def build_attention(name: str, config: EncoderConfig) -> Callable[..., Tensor]:
-    """Return a new attention of that name. It is an nn.Module if it has weights.
+    """Return a new attention of that name. The approximate ones are nn.Modules.
 
     Raises:
         UserError: the name is unknown, or the attention does not support config.context_length.

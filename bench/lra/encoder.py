@@ -6,7 +6,6 @@ no dropout, and the mean takes only the real tokens.
 B batch, T sequence length, N real tokens of a batch, C width, H heads, D head size.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -14,29 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.lra.attentions import UNPADDED, build_attention
+from bench.lra.config import EncoderConfig
 from errors import UserError
-
-
-@dataclass(frozen=True)
-class EncoderConfig:
-    """The shape of a classifier."""
-
-    vocab_size: int
-    """Token 0 is padding."""
-    classes: int
-    context_length: int
-    """The longest sequence."""
-    n_layer: int = 2
-    n_embd: int = 64
-    n_head: int = 2
-    hidden: int = 128
-    """Hidden units of a block's MLP and of the head."""
-    pairs: bool = False
-    """Whether an example is a pair of documents, as in Retrieval."""
-
-    @property
-    def head_dim(self) -> int:
-        return self.n_embd // self.n_head
 
 
 class Packing(NamedTuple):

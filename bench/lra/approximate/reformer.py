@@ -1,0 +1,57 @@
+"""Reformer's attention: Kitaev et al., "Reformer: The Efficient Transformer" (2020)."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from bench.lra.approximate.clusters import clustered_attention
+from bench.lra.approximate.softmax import wide
+from bench.lra.config import EncoderConfig
+
+
+class Reformer(nn.Module):
+    """LSH attention (section 2 of the paper): tokens are sorted by bucket, and chunks attend to themselves and back.
+
+    A chunk of queries sees the keys of its own chunk and of the chunk before, whatever their buckets, as in the Hugging
+    Face code that Xiong et al. use. Chunks have twice as many tokens as a bucket has on average. Several rounds of
+    hashing are merged by their logsumexps; the default is 2 rounds, as in Xiong et al.
+
+    The paper shares queries and keys: k = q / |q|, and a token sees itself only if it sees nothing else. Here k has its
+    own projection, as in the other attentions, and a token may see itself. The same rotations hash queries and keys,
+    each are sorted on their own, and chunk i of the queries sees chunks i - 1 and i of the keys. With q = k this is the
+    paper's order.
+    """
+
+    def __init__(self, config: EncoderConfig, chunk: int = 64, rounds: int = 2):
+        super().__init__()
+        self.chunk = chunk
+        self.factors = bucket_factors(config.context_length, chunk)
+        columns = sum(self.factors) // 2
+        self.register_buffer("rotations", torch.randn(config.n_head, config.head_dim, rounds, columns))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the attention inside the chunks."""
+        q_order, k_order = (self.buckets(x).argsort(dim=-1, stable=True) for x in (q, k))
+        return clustered_attention(q, k, v, q_order, k_order, self.chunk, previous=True)
+
+    @torch.no_grad()
+    def buckets(self, x: Tensor) -> Tensor:
+        """Return the bucket of each token in each round, (B, H, R, T) int32: argmax of [x W; -x W] (section 2).
+
+        With two factors of the number of buckets, a bucket is a pair of such hashes.
+        """
+        rotated = torch.einsum("bthd,hdrn->bhrtn", wide(x), self.rotations.to(wide(x).dtype))
+        bucket = 0
+        for factor, part in zip(self.factors, rotated.split([n // 2 for n in self.factors], 4), strict=True):
+            bucket = bucket * factor + torch.cat([part, -part], 4).argmax(4)
+        return bucket.to(torch.int32)
+
+
+def bucket_factors(length: int, chunk: int) -> list[int]:
+    """Return the factors of the number of buckets: one or two powers of two whose product is about 2 length / chunk.
+
+    More than 64 buckets are the product of two factors, so that hashing stays cheap.
+    """
+    power = max(1, round(math.log2(2 * length / chunk)))
+    return [2**power] if power <= 6 else [2 ** (power // 2), 2 ** (power - power // 2)]
