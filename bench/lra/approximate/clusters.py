@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.lra.approximate.softmax import attend, wide
+from bench.lra.approximate.softmax import attend_with_logsumexp, wide
 
 
 def clustered_attention(
@@ -31,7 +31,7 @@ def clustered_attention(
     if previous and q.shape[3] > 1:
         k, v = (torch.cat([x.roll(1, 3), x], 4) for x in (k, v))
         hidden = torch.cat([hidden.roll(1, 0), hidden], 2)
-    results = attend(q, k, v, hidden if length % size else None)
+    results = attend_with_logsumexp(q, k, v, hidden if length % size else None)
     out, logsumexp = (_Permute.apply(x.flatten(3, 4)[:, :, :, :length], q_inverse, q_order) for x in results)
     return (wide(out) * logsumexp.softmax(2)).sum(2).to(v.dtype).transpose(1, 2)
 

@@ -1,10 +1,9 @@
 """Linear attention: Katharopoulos et al., "Transformers are RNNs" (2020)."""
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench.lra.approximate.softmax import wide
+from bench.lra.approximate.softmax import wide, wide_type
 from bench.lra.config import EncoderConfig
 
 
@@ -19,16 +18,16 @@ class LinearAttention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return phi(q) (phi(k)^T v) / (phi(q) sum phi(k))."""
-        return kernel_attention(F.elu(q) + 1, F.elu(k) + 1, v)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        q, k = (F.elu(wide(x)) + 1 for x in (q, k))  # in bf16 a small phi would become 0
+        return kernel_attention(q, k, v).transpose(1, 2)
 
 
 def kernel_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return q (k^T v) / (q sum k) of positive features q, k (B, T, H, F) and values v (B, T, H, D), in v's dtype.
+    """Return q (k^T v) / (q sum k) of positive features q, k (B, H, T, F) and values v (B, H, T, D), in v's dtype.
 
     The features are multiplied in v's dtype.
     """
     q, k = q.to(v.dtype), k.to(v.dtype)
-    sums = wide(k).sum(1).to(v.dtype)
-    norms = wide(torch.einsum("bthf,bhf->bth", q, sums))
-    out = torch.einsum("bthf,bhfd->bthd", q, torch.einsum("bthf,bthd->bhfd", k, v))
-    return (out / norms[..., None]).to(v.dtype)
+    sums = k.sum(2, keepdim=True, dtype=wide_type(k)).to(v.dtype).mT
+    return ((q @ (k.mT @ v)) / wide(q @ sums)).to(v.dtype)

@@ -22,7 +22,7 @@ class Linformer(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return the attention to the `rank` projected keys and values."""
         k, v = (_shorten(x, matrix) for x, matrix in ((k, self.E), (v, self.F)))
-        return attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))[0].transpose(1, 2)
+        return attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
 
 
 def _shorten(x: Tensor, matrix: Tensor) -> Tensor:

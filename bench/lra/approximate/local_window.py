@@ -23,7 +23,7 @@ class LocalWindow(nn.Module):
         """Return the attention inside the window."""
         length = q.shape[1]
         q, k, v = (self._blocks(x) for x in (q, k, v))
-        out, _ = attend(q, _with_neighbours(k), _with_neighbours(v), self._hidden(length, q.device))
+        out = attend(q, _with_neighbours(k), _with_neighbours(v), self._hidden(length, q.device))
         return out.flatten(2, 3)[:, :, :length].transpose(1, 2)
 
     def _blocks(self, x: Tensor) -> Tensor:

@@ -24,17 +24,17 @@ class Performer(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return phi(q) (phi(k)^T v) / (phi(q) sum phi(k)).
 
-        The stabiliser is the largest exponent: of each query, and of all keys of a head. It cancels in the ratio.
+        The exponents are shifted to at most 0 for stability: those of a query by their maximum, and those of all keys
+        of a head by theirs. These factors of phi cancel in the ratio, and so does exp(-|q|^2 / 2).
         """
-        q, k = self.exponents(q), self.exponents(k)
-        q = q - q.detach().amax(3, keepdim=True)
-        k = k - k.detach().amax((1, 3), keepdim=True)
-        return kernel_attention(q.exp() + EPSILON, k.exp() + EPSILON, v)
-
-    def exponents(self, x: Tensor) -> Tensor:
-        """Return the logarithm of phi(x), (B, T, H, features) in fp32 or more."""
-        x = wide(x) * x.shape[3] ** -0.25
-        return x @ self.W.to(x.dtype).T - x.square().sum(3, keepdim=True) / 2
+        q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+        q, k = (wide(x) * x.shape[3] ** -0.25 for x in (q, k))
+        W = self.W.to(q.dtype).T
+        of_q, of_k, half = q @ W, k @ W, k.square().sum(3, keepdim=True) / 2
+        largest_q = of_q.detach().amax(3, keepdim=True)
+        largest_k = (of_k.detach().amax(3, keepdim=True) - half.detach()).amax(2, keepdim=True)
+        phi = ((x - shift).exp().to(v.dtype) + EPSILON for x, shift in ((of_q, largest_q), (of_k, half + largest_k)))
+        return kernel_attention(*phi, v).transpose(1, 2)
 
 
 def orthogonal_features(features: int, head_dim: int) -> Tensor:

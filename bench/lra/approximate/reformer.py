@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.lra.approximate.clusters import clustered_attention
-from bench.lra.approximate.softmax import wide
+from bench.lra.approximate.softmax import wide, wide_type
 from bench.lra.config import EncoderConfig
 
 
@@ -41,7 +41,7 @@ class Reformer(nn.Module):
 
         With two factors of the number of buckets, a bucket is a pair of such hashes.
         """
-        rotated = torch.einsum("bthd,hdrn->bhrtn", wide(x), self.rotations.to(wide(x).dtype))
+        rotated = torch.einsum("bthd,hdrn->bhrtn", wide(x), self.rotations.to(wide_type(x)))
         bucket = 0
         for factor, part in zip(self.factors, rotated.split([n // 2 for n in self.factors], 4), strict=True):
             bucket = bucket * factor + torch.cat([part, -part], 4).argmax(4)
