@@ -16,9 +16,8 @@ from bench.lra.approximate.performer import Performer
 from bench.lra.approximate.reformer import Reformer
 from bench.lra.approximate.smyrf import Smyrf
 from bench.lra.config import EncoderConfig
-from bench.paper.attentions import attention_named
 from errors import check_choice
-from model.attention import Attention
+from model.attention import VARIANTS
 
 UNPADDED = "flash2_unpadded"
 """flash2 whose classifier leaves out the padding: see bench.lra.encoder.Classifier."""
@@ -28,9 +27,8 @@ class Exact:
     """An attention of the registry, without a causal mask."""
 
     def __init__(self, config: EncoderConfig, name: str):
-        self.attend = attention_named(name)
-        if isinstance(self.attend, Attention):
-            self.attend.check_length(config.context_length)
+        self.attend = VARIANTS[name]().build()
+        self.attend.check_length(config.context_length)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
         return self.attend(q, k, v, causal=False, scale=q.shape[3] ** -0.5, **options)
@@ -47,7 +45,7 @@ ATTENTIONS: dict[str, Callable[[EncoderConfig], Callable[..., Tensor]]] = {
     "reformer": Reformer,
     "smyrf": Smyrf,
 }
-"""What builds each attention from an EncoderConfig."""
+"""The builders of the attentions."""
 
 
 def build_attention(name: str, config: EncoderConfig) -> Callable[..., Tensor]:

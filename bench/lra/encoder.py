@@ -1,7 +1,7 @@
 """The encoder classifier of Long Range Arena, as in the PyTorch code of Xiong et al., "Nystromformer" (2021).
 
-Pre-LayerNorm blocks, learned positions, GELU, mean pooling and a head with one hidden layer. Two differences: there is
-no dropout, and the mean takes only the real tokens.
+Pre-LayerNorm blocks, learned positions, GELU, mean pooling and a head with one hidden layer. Unlike that code, it
+has no dropout, and the mean takes only the real tokens.
 
 B batch, T sequence length, N real tokens of a batch, C width, H heads, D head size.
 """
@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bench.lra.approximate.softmax import wide_type
 from bench.lra.attentions import UNPADDED, build_attention
 from bench.lra.config import EncoderConfig
 from errors import UserError
@@ -81,8 +82,8 @@ class Classifier(nn.Module):
             lengths: the real tokens of each sequence, at least 1, (B,) int32, on the tokens' device; T by default. The
                 pooling leaves out the padding. Attention sees the padding, except with flash2_unpadded. On a GPU the
                 values are not checked.
-            packing: packing_of(lengths, T), only for flash2_unpadded. The default computes it, which waits for the
-                device, so that a CUDA graph needs this argument.
+            packing: packing_of(lengths, T), which only flash2_unpadded uses. By default it is computed here, and that
+                waits for the device. CUDA graphs need this argument.
 
         Raises:
             UserError: the tokens or the lengths do not fit the config or each other.
@@ -125,11 +126,8 @@ class Classifier(nn.Module):
             return
         if lengths.shape != (batch,):
             raise UserError(f"lengths are {tuple(lengths.shape)}; give ({batch},), one for each sequence of tokens")
-        if (
-            not lengths.is_cuda
-            and not torch.compiler.is_compiling()
-            and not (1 <= lengths.min() <= lengths.max() <= length)
-        ):
+        readable = not (lengths.is_cuda or torch.compiler.is_compiling())
+        if readable and not 1 <= lengths.min() <= lengths.max() <= length:
             raise UserError(
                 f"lengths from {lengths.min()} to {lengths.max()} do not fit tokens of length {length}; give 1 to "
                 f"{length}"
@@ -139,8 +137,6 @@ class Classifier(nn.Module):
 def _mean(x: Tensor, lengths: Tensor | None) -> Tensor:
     """Return the mean (B, C) in fp32 over the first `lengths` (B,) tokens of x (B, T, C)."""
     if lengths is None:
-        return x.mean(1, dtype=torch.promote_types(x.dtype, torch.float32))
+        return x.mean(1, dtype=wide_type(x))
     real = torch.arange(x.shape[1], device=x.device) < lengths[:, None]
-    return (
-        torch.where(real[:, :, None], x, 0).sum(1, dtype=torch.promote_types(x.dtype, torch.float32)) / lengths[:, None]
-    )
+    return torch.where(real[:, :, None], x, 0).sum(1, dtype=wide_type(x)) / lengths[:, None]

@@ -1,6 +1,6 @@
 """Attention inside clusters of tokens that a hash brings together, which Reformer and SMYRF share.
 
-R rounds of hashing, C tokens in a cluster, n clusters.
+R rounds of hashing, n clusters of `size` tokens.
 """
 
 import torch
@@ -19,8 +19,8 @@ def clustered_attention(
     Clusters are runs of `size` tokens of a permutation. The last one may be shorter. With `previous`, queries also see
     the keys of the cluster before theirs; the first cluster sees the last.
 
-    The rounds are merged by their logsumexps (appendix A of the Reformer paper), as if the key sets of
-    all rounds were one. A key that meets a query in several rounds counts several times.
+    The rounds are merged by their logsumexps (appendix A of the Reformer paper), as if the key sets of all rounds were
+    one. A key that meets a query in several rounds counts several times.
     """
     length = q.shape[1]
     q_inverse, k_inverse = inverse(q_order), inverse(k_order)

@@ -24,8 +24,8 @@ class Performer(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return phi(q) (phi(k)^T v) / (phi(q) sum phi(k)).
 
-        The exponents are shifted to at most 0 for stability: those of a query by their maximum, and those of all keys
-        of a head by theirs. These factors of phi cancel in the ratio, and so does exp(-|q|^2 / 2).
+        For stability, the largest exponent is subtracted: for queries, the largest of each query; for keys, the largest
+        of all keys of a head. These factors of phi cancel in the ratio, and so does exp(-|q|^2 / 2).
         """
         q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
         q, k = (wide(x) * x.shape[3] ** -0.25 for x in (q, k))

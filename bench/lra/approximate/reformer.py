@@ -14,8 +14,8 @@ class Reformer(nn.Module):
     """LSH attention (section 2 of the paper): tokens are sorted by bucket, and chunks attend to themselves and back.
 
     A chunk of queries sees the keys of its own chunk and of the chunk before, whatever their buckets, as in the Hugging
-    Face code that Xiong et al. use. Chunks have twice as many tokens as a bucket has on average. Several rounds of
-    hashing are merged by their logsumexps; the default is 2 rounds, as in Xiong et al.
+    Face code that Xiong et al. use. A chunk has twice the tokens of an average bucket. The default is 2 rounds of
+    hashing, as in Xiong et al.
 
     The paper shares queries and keys: k = q / |q|, and a token sees itself only if it sees nothing else. Here k has its
     own projection, as in the other attentions, and a token may see itself. The same rotations hash queries and keys,
