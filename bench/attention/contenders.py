@@ -19,8 +19,9 @@ from bench.attention.shapes import DTYPES, AttentionShape
 from kernels.flash2 import flash2, flash2_packed
 from kernels.naive.definition import standard_attention
 from model.attention import Attention, Sdpa
-from model.attention.custom import fa2, fa3, flex, is_installed
+from model.attention.custom import Fa2Config, Fa3Config, Fa4Config, flex, is_installed
 
+LIBRARIES = {config.name: config for config in (Fa2Config, Fa3Config, Fa4Config)}
 HEADS_FIRST = "naive", "pytorch", "fused_softmax", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flex"
 
 
@@ -30,11 +31,12 @@ def available() -> dict[str, Attention]:
     variants = {"naive": standard_attention}
     variants |= {f"sdpa_{backend}": Sdpa(backend) for backend in ("flash", "cudnn", "efficient")}
     variants |= {"flex": flex, "flash2": flash2}
-    if is_installed("flash_attn"):
-        variants["fa2"] = fa2
-    if is_installed("flash_attn_interface"):
-        variants["fa3"] = fa3
-    return variants
+    return variants | {name: LIBRARIES[name].function for name in installed_libraries()}
+
+
+def installed_libraries() -> list[str]:
+    """Return which of fa2, fa3 and fa4 this machine has the package of."""
+    return [name for name, config in LIBRARIES.items() if is_installed(config.package)]
 
 
 class Inputs(NamedTuple):

@@ -7,6 +7,7 @@ from dataclasses import replace
 from matplotlib.figure import Figure
 
 from bench.attention.charts import PANELS, TITLES, figure_of
+from bench.attention.contenders import installed_libraries
 from bench.attention.measurement import measure_shape
 from bench.attention.shapes import PASSES, paper_shapes
 from bench.common.formatting import table, whole_speed
@@ -14,11 +15,10 @@ from bench.common.looks import looks_of
 from bench.common.timing import Gpu
 from bench.paper.attentions import attention_named
 from bench.paper.settings import PaperSettings
-from model.attention.custom import is_installed
 
 TITLE = "FlashAttention-2's figures 4 to 7: attention alone"
 VARIANTS = "naive", "pytorch", "fused_softmax", "flash1", "sdpa_flash", "triton", "flash2"
-ON_GPUS = "sdpa_efficient", *(["fa3"] if is_installed("flash_attn_interface") else [])
+ON_GPUS = "sdpa_efficient", *(name for name in installed_libraries() if name != "fa2")  # sdpa_flash is fa2's kernel
 # The names of the columns in the papers' figures.
 STANDS_FOR = {
     "naive": "PyTorch, naive: kernels/naive/definition.py, not compiled, S and dP in fp32",

@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.experimental.gluon._runtime import GluonJITFunction
 
 from bench.attention.accuracy import NAMES, Truth, judge, truth_of
-from bench.attention.contenders import draw_inputs
+from bench.attention.contenders import draw_inputs, installed_libraries
 from bench.attention.measurement import Series, alternate
 from bench.attention.rows import empty_row
 from bench.attention.shapes import DTYPES, AttentionShape
@@ -33,7 +33,6 @@ from bench.paper.settings import PaperSettings
 from bench.training import steps as training
 from bench.training.trainers import Trainer, TrainingCell, ours
 from kernels import ladder
-from model.attention.custom import is_installed
 from trainer.flops import peak_flops
 
 TITLE = "A ladder of attention kernels, from standard attention to specialised warps"
@@ -45,7 +44,7 @@ SIZES = {
     "smoke": {"batch": 1, "seq_len": 128, "heads": 1, "dtype": "float16"},
 }
 RIVALS = "triton", "flash2", "sdpa_flash"
-ON_GPUS = "sdpa_cudnn", *(["fa3"] if is_installed("flash_attn_interface") else [])
+ON_GPUS = "sdpa_cudnn", *(name for name in installed_libraries() if name == "fa3")
 THEIRS = "sdpa_flash", "sdpa_cudnn", "fa3"
 ROUNDS = {"full": 9, "smoke": 1}
 SLOW_MS, SLOW_ROUNDS = 40, 2

@@ -1,3 +1,8 @@
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+import pytest
 import torch
 
 from bench.attention.contenders import available, bind, draw_inputs
@@ -27,3 +32,14 @@ def test_torchs_variants_get_heads_first_and_the_others_tokens_first():
     data = draw_inputs(TINY, "cpu")
     (q, *_), (mine, *_) = (bind(name, flash2, TINY, data).leaves for name in ("sdpa_cudnn", "fa3"))
     assert q.transpose(1, 2).is_contiguous() and mine.is_contiguous() and torch.equal(q, mine)
+
+
+@pytest.mark.parametrize(("name", "package"), [("fa3", "flash_attn_interface"), ("fa4", "flash_attn.cute")])
+def test_the_authors_kernels_are_contenders_where_their_package_is_installed(monkeypatch, name, package):
+    assert name not in available()
+    for parent in {package.partition(".")[0], package}:
+        module = ModuleType(parent)
+        module.__spec__, module.__path__ = ModuleSpec(parent, None), []
+        module.flash_attn_func = lambda q, k, v, softmax_scale, causal: (2 * q, None)
+        monkeypatch.setitem(sys.modules, parent, module)
+    assert torch.equal(available()[name](torch.ones(1), None, None, causal=True, scale=1.0), torch.full((1,), 2.0))

@@ -2,13 +2,13 @@
 
 import re
 
-from bench.attention.contenders import available
+from bench.attention.contenders import LIBRARIES, available
 from bench.common.looks import LOOKS, OTHERS, looks_of
 from model.attention import VARIANTS
 
 
 def test_every_variant_has_a_look():
-    assert {*available(), *VARIANTS, "fa2", "fa3"} - {"custom"} <= set(LOOKS)
+    assert {*available(), *VARIANTS, *LIBRARIES} - {"custom"} <= set(LOOKS)
 
 
 def test_no_two_variants_share_a_colour_except_sdpa_and_its_backend():
