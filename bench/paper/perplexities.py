@@ -1,62 +1,122 @@
-"""Validation perplexity after some training steps on real tokens, to compare attentions with each other."""
+"""Validation perplexity after training on real tokens with train.py, to compare attentions with each other.
 
+A run leaves its checkpoints in a folder of its own, and the next call continues it. So a run can be longer than
+timeout_s. The finished run's folder is deleted.
+"""
+
+import hashlib
+import json
 import math
-from collections import deque
+import os
+import shutil
+import signal
+import sys
 from collections.abc import Iterator
-from functools import partial
+from contextlib import contextmanager
 from pathlib import Path
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-
-from bench.common.timing import Gpu
+import train
+from bench.common.results import environment
 from bench.paper.settings import PaperSettings
-from bench.quality import fast_losses, open_gpt2_tokens, plain, plain_losses
-from bench.training.trainers import VOCABULARY, Trainer, TrainingCell, ours
-from data.loader import TrainLoader
-from trainer.evaluation import validate
+from bench.quality import open_gpt2_tokens
+from bench.report.runs import read_runs
+from conf.cli import launch
+from errors import as_text
 
-SEED, OTHER_SEEDS = 1, (2, 3, 4)
+SEED, OTHER_SEED = 1, 2
+STEP_SEQUENCES = {"full": 128, "smoke": 2}
+DROPOUT, LEARNING_RATE = 0.1, 1e-3
+RECIPE = "tokens", "steps", "global_batch_size", "dropout", "lr"
 VALIDATION_TOKENS = 360_448
+CHECKPOINT_STEPS = 100  # lost at most if the process is killed; the time limit saves first
+RESERVE_S = 60  # of a cell's time limit, to import torch before the training and to save a checkpoint after it
+FOLDER = Path("outputs/paper-perplexities")
 
 
 def perplexity_cell(speed_cell: dict, settings: PaperSettings, seed: int = SEED) -> dict:
-    """Return the cell that trains the model whose steps `speed_cell` times."""
-    run = {"measured": "perplexity", "tokens": Path(settings.tokens).name, "steps": settings.steps, "seed": seed}
-    return {**speed_cell, **run}
+    """Return the cell that trains the model whose steps `speed_cell` times. It has the same micro-batches."""
+    recipe = Path(settings.tokens).name, settings.steps, STEP_SEQUENCES[settings.size], DROPOUT, LEARNING_RATE
+    return speed_cell | {"measured": "perplexity", **dict(zip(RECIPE, recipe, strict=True)), "seed": seed}
 
 
-class HuggingFaceLoss(nn.Module):
-    """Hugging Face's model with the interface of ours: it returns the mean loss."""
-
-    def __init__(self, model: nn.Module):
-        super().__init__()
-        self.model = model
-
-    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(self.model(input_ids=inputs).logits.float().flatten(0, 1), targets.flatten())
+def recipe_text(row: dict) -> str:
+    """Return the recipe of a row in words. Rows from before the larger batches have no batch, dropout and rate."""
+    text = f"of `{row['tokens']}` after {row['steps']:,} steps"
+    if "lr" not in row:
+        return text
+    batch = f"{row['global_batch_size']} x {row['context_length']:,} tokens"
+    return f"{text} of {batch}, dropout {row['dropout']:g}, learning rate {row['lr']:g}"
 
 
-def measure(cell: dict, gpu: Gpu, settings: PaperSettings) -> Iterator[dict]:
-    """Yield one row with the perplexity. All runs of a seed begin with the same weights and see the same tokens."""
-    tokens = open_gpt2_tokens(settings.tokens, cell["context_length"])
-    sizes = {key: cell[key] for key in ("batch_size", "context_length")} | {"vocab_size": VOCABULARY}
-    device, steps = torch.device(gpu.device), cell["steps"]
-    shape = TrainingCell(cell["model"], cell["context_length"], (cell["batch_size"],))
-    trainer = Trainer("ours", "sdpa" if cell["trainer"] == "huggingface" else cell["attention"], cell["compiled"])
-    with TrainLoader(tokens.train, seed=cell["seed"], device=device, name="train.bin", **sizes) as loader:
-        torch.manual_seed(cell["seed"])
-        job = ours(shape, trainer, gpu.device, loader, max_steps=steps)
-        model, losses = job.model, fast_losses(partial(job.step, cell["batch_size"]), steps)
-        if cell["trainer"] == "huggingface":
-            peer = plain(job.model, "eager", gpu.device)
-            model, losses = HuggingFaceLoss(peer), plain_losses(peer, iter(loader), steps)
-        deque(losses, maxlen=0)  # iterating trains the model
-    run = job.config.train
-    run.batch_size, run.eval_tokens = cell["batch_size"], VALIDATION_TOKENS
-    never = {"document_mask": False, "is_stopped": lambda: False}
-    found = validate(model, tokens, job.config.model, run, job.compute, **never)["val/perplexity"]
-    if not math.isfinite(found):
-        raise ArithmeticError(f"the perplexity after {steps} steps is {found}")
+def measure(cell: dict, gpu: object, settings: PaperSettings) -> Iterator[dict]:
+    """Yield one row with the perplexity. All runs of a seed begin with the same weights and see the same tokens.
+
+    Raises:
+        TimeoutError: The time limit of the cell is over. The run is saved, and the next call continues it.
+    """
+    open_gpt2_tokens(settings.tokens, cell["context_length"])  # raises a UserError that names tokens=
+    folder = folder_of(cell)
+    with signal_after(settings.timeout_s - min(RESERVE_S, settings.timeout_s // 2), signal.SIGTERM):
+        train_in(folder, cell, settings.tokens)
+    [run] = read_runs([str(folder)])
+    perplexities = run.series("val/perplexity")  # the last step is evaluated, unless a signal comes meanwhile
+    if not perplexities:
+        done = f"step {run.rows[-1]['step']:,} of {cell['steps']:,} at timeout_s={settings.timeout_s}"
+        raise TimeoutError(f"{done}; the same command without resume=false continues from there")
+    [found] = perplexities.values()
+    if found is None or not math.isfinite(found):
+        raise ArithmeticError(f"the perplexity after {cell['steps']} steps is {found}")
+    shutil.rmtree(folder)
     yield {"perplexity": found, "status": "ok"}
+
+
+def folder_of(cell: dict) -> Path:
+    """Return the folder of a cell's run. Each recipe and each commit has its own."""
+    recipe = json.dumps([cell, environment()["commit"]], sort_keys=True)
+    digest = hashlib.sha256(recipe.encode()).hexdigest()[:12]
+    return FOLDER.absolute() / f"{cell['model']}-{cell['attention']}-seed-{cell['seed']}-{digest}"
+
+
+@contextmanager
+def signal_after(seconds: int, number: signal.Signals) -> Iterator[None]:
+    """Send a signal to this process if the body is not done after some seconds."""
+    handler = signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), number))
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, handler)
+
+
+def train_in(folder: Path, cell: dict, tokens: str) -> None:
+    """Run train.py in this process, from the newest checkpoint in `folder` if there is one, to the end or SIGTERM."""
+    settings = {
+        "attention": cell["attention"],
+        "model": cell["model"],
+        "model.context_length": cell["context_length"],
+        "model.dropout": cell["dropout"],
+        "data": "tokens",
+        "data.dir": as_text(tokens),
+        "train.batch_size": cell["batch_size"],
+        "train.global_batch_size": cell["global_batch_size"],
+        "train.max_steps": cell["steps"],
+        "train.seed": cell["seed"],
+        "train.compile": cell["compiled"],
+        "train.eval_interval": cell["steps"],
+        "train.eval_tokens": VALIDATION_TOKENS,
+        "train.sample_tokens": 0,
+        "optimizer.lr": cell["lr"],
+        "optimizer.warmup_steps": cell["steps"] // 10,
+        "checkpoint.interval": CHECKPOINT_STEPS,
+        "checkpoint.keep": 1,
+        "checkpoint.resume": "auto",
+        "wandb.mode": "disabled",
+        "hydra.run.dir": as_text(folder),
+    }
+    sys.argv = ["train.py", *(f"{key}={value}" for key, value in settings.items())]
+    try:
+        launch(train.main, "config")
+    except SystemExit as ended:
+        if ended.code != 128 + signal.SIGTERM:
+            raise

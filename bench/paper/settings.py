@@ -23,9 +23,10 @@ class PaperSettings:
     timeout_s: int = 600
     """Time limit of a cell in seconds."""
     tokens: str | None = None
-    """Folder of GPT-2 tokens from data.prepare; table gpt2 then also trains on them and compares perplexities."""
-    steps: int = 300
-    """Optimizer steps of each of these training runs."""
+    """Folder of GPT-2 tokens from data.prepare; table gpt2 then also trains on them and compares perplexities. A run
+    that reaches timeout_s is saved, and the same command continues it."""
+    steps: int = 1000
+    """Optimizer steps of each of these training runs, of 128 x 1024 tokens."""
 
     def __post_init__(self):
         check_choice("table", self.table, [*TABLES, "all"])

@@ -8,7 +8,7 @@ import pytest
 from bench.attention.rows import empty_row
 from bench.common.formatting import at_least, at_most, cost_text, rounded, speed_text
 from bench.common.timing import Cpu
-from bench.paper import perplexities, training_steps
+from bench.paper import training_steps
 from bench.paper.settings import PaperSettings
 from bench.paper.tables import (
     TABLES,
@@ -22,9 +22,7 @@ from bench.paper.tables import (
     load_table,
     tile_sizes,
 )
-from bench.training import trainers
 from kernels.naive.definition import standard_attention
-from model.gpt2 import ModelConfig
 from tests.bench.stopwatch import TINY, Stopwatch
 
 FULL = PaperSettings()
@@ -67,27 +65,6 @@ def test_gpt2s_table_has_ours_beside_the_papers():
     assert "| gpt2 | `flash1` | 299,900 | 124 | 5.0 | 1.01 | 3.00 | - | FlashAttention | 18.2 | 2.7 | 3.5 |" in made
     assert "| gpt2 | `flash2` | 299,900 | 123 | 5.1 | 1.02 | 2.99 |" in made
     assert "Perplexity: validation, needs tokens=FOLDER." in made
-    run = {"measured": "perplexity", "tokens": "web", "steps": 300, "seed": 1, "perplexity": 123.456}
-    made = gpt2_training.markdown([*rows, rows[2] | run])
-    assert "| 1.01 | 3.00 | 123.46 | FlashAttention | 18.2 |" in made
-    assert "of `web` after 300 steps" in made
-
-
-def test_perplexities_of_different_runs_are_not_mixed():
-    """Those on the tokens of the newest row count."""
-    row = speed_row("ours", "naive", "gpt2", 1024, 100_000)
-    run = {"measured": "perplexity", "tokens": "web", "steps": 300, "seed": 1, "perplexity": 100.0}
-    other = run | {"tokens": "owt", "steps": 3000, "perplexity": 30.0}
-    flash2 = speed_row("ours", "flash2", "gpt2", 1024, 100_000)
-    made = gpt2_training.markdown([row, flash2, row | run, flash2 | other])
-    assert "`owt` after 3000 steps" in made and "30.00" in made and "100.00" not in made
-
-
-def test_perplexities_of_other_seeds_have_lines_of_their_own():
-    row = speed_row("ours", "naive", "gpt2", 1024, 100_000)
-    run = {"measured": "perplexity", "tokens": "web", "steps": 300, "perplexity": 100.0}
-    made = gpt2_training.markdown([row, row | run | {"seed": 1}, row | run | {"seed": 2, "perplexity": 101.0}])
-    assert "| gpt2 | `naive`, seed 2 | - | - | - | - | - | 101.00 | - | - | - | - |" in made
 
 
 def test_contexts_are_compared_with_the_fused_softmax_at_the_shortest():
@@ -231,34 +208,3 @@ def test_the_law_of_l2_is_a_line_through_zero():
     x, y = law.get_xdata(), law.get_ydata()
     assert (x[0], y[0]) == (0, 0) and y[1:] / x[1:] == pytest.approx([y[-1] * 16] * 3)
     assert list(computed.get_xdata()) == [1 / 16, 1 / 32, 1 / 64]
-
-
-@pytest.fixture
-def tokens(tmp_path):
-    ids = np.random.default_rng(0).integers(0, 4, 600).astype(np.uint16)
-    for split in ("train", "val"):
-        ids.tofile(tmp_path / f"{split}.bin")
-    return tmp_path
-
-
-def test_our_step_and_hugging_faces_train_the_same_model(tokens, monkeypatch):
-    """With the same weights, tokens and steps, both perplexities fall by the same amount."""
-    for module in (trainers, perplexities):
-        monkeypatch.setattr(module, "VOCABULARY", 1000)
-    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 32, "vocab_size": 1000}
-    monkeypatch.setattr(
-        trainers.TrainingCell, "shape", lambda self: ModelConfig(**sizes, context_length=self.context_length)
-    )
-    found = {}
-    for trainer, attention, steps in [("ours", "flash2", 1), ("ours", "flash2", 8), ("huggingface", "naive", 8)]:
-        settings = PaperSettings(size="smoke", tokens=str(tokens), steps=steps)
-        timed = training_steps.speed_cell(trainer, attention, "gpt2-nano", 16, 2, settings)
-        cell = perplexities.perplexity_cell(timed, settings)
-        (row,) = perplexities.measure(cell, Cpu(), settings)
-        found[trainer, steps] = row["perplexity"]
-    other = perplexities.perplexity_cell(cell, settings, perplexities.OTHER_SEEDS[0])
-    (row,) = perplexities.measure(other, Cpu(), settings)
-    assert row["perplexity"] != pytest.approx(found["ours", 8], rel=1e-3)
-    assert cell["tokens"] == tokens.name
-    assert found["huggingface", 8] == pytest.approx(found["ours", 8], rel=1e-3)
-    assert abs(found["ours", 8] / found["ours", 1] - 1) > 1e-2
