@@ -4,6 +4,7 @@ Tables (table=NAME, or table=all):
   gpt2            FlashAttention, table 2: training GPT-2 small and medium with each attention
   gpt2_context    FlashAttention, table 4: GPT-2 small at contexts of 1k, 2k and 4k
   gpt3            FlashAttention-2, table 1: training GPT-3 1.3B and 2.7B at contexts of 2k and 8k
+  bert            FlashAttention, table 1: a training step of BERT-large, padded and unpadded
   kernels         FlashAttention-2, figures 4 to 7: attention alone, speed against sequence length
   memory          peak memory against sequence length, fitted by a n and by b n^2
   io              bytes to and from HBM: counted, and measured if Nsight Compute's ncu is installed

@@ -16,6 +16,7 @@ TABLES = {
     "gpt2": "gpt2_training",
     "gpt2_context": "gpt2_contexts",
     "gpt3": "gpt3_training",
+    "bert": "bert",
     "kernels": "attention_speed",
     "memory": "attention_memory",
     "io": "hbm_traffic",
