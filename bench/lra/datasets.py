@@ -91,9 +91,11 @@ def load(task: Task, split: str, *, source: str | None = None, seed: int = 1, co
         count: how many examples to generate; by default as many as Long Range Arena has.
 
     Raises:
-        UserError: the files are missing or broken; says what to get.
+        UserError: the files are missing or broken, or the task needs no source.
     """
     check_choice("split", split, SPLITS)
+    if task.name not in SOURCES and source is not None:
+        raise UserError(f"source={source} is not used by task={task.name}, which is generated; leave source out")
     if task.name not in SOURCES:
         return _cached(task, split, seed, count or task.examples[split])
     if task.pairs:

@@ -110,6 +110,11 @@ def test_missing_files_are_named_in_one_sentence(name, tmp_path, monkeypatch):
         load(TASKS[name], "train")
 
 
+def test_a_source_of_a_generated_task_is_refused():
+    with pytest.raises(UserError, match="source=x is not used by task=listops, which is generated; leave source out"):
+        load(TASKS["listops"], "train", source="x")
+
+
 def test_files_without_the_columns_are_refused(tmp_path):
     write_rows(tmp_path / "in" / "train-00000-of-00001.parquet", words=["a"], label=[0])
     with pytest.raises(UserError, match=r"in is not readable .*; give files with text and label"):

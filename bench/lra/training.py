@@ -1,0 +1,188 @@
+"""Train a classifier on a task of Long Range Arena and measure its accuracy on the test examples.
+
+The settings are from Xiong et al.: AdamW without weight decay, a linear warm-up and a linear decay. Each epoch has a
+new order of the examples. Matrix products are in bf16 on a GPU. Unlike Xiong et al., this measures the model after the
+last step, not the checkpoint with the best validation accuracy.
+
+Examples:
+    python -m bench.lra.training task=listops attention_name=flash2
+    python -m bench.lra.training task=text attention_name=linformer source=imdb/plain_text
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from omegaconf import MISSING
+from rich.progress import track
+from torch import Tensor
+
+from bench.common.command_line import check_choice, check_positive, launch
+from bench.lra.attentions import ATTENTIONS, build_attention
+from bench.lra.config import EncoderConfig
+from bench.lra.datasets import Examples, load
+from bench.lra.encoder import Classifier
+from bench.lra.tasks import TASKS, Task
+from trainer.precision import Compute, PrecisionConfig, choose_compute
+
+
+class Score(NamedTuple):
+    """How a model does on the test examples."""
+
+    accuracy: float
+    """Share of the examples whose largest logit is the label's."""
+    loss: float
+    """Mean cross-entropy in nats."""
+
+
+@dataclass
+class TrainingSettings:
+    """What `python -m bench.lra.training` reads."""
+
+    task: str = MISSING
+    """listops, text, retrieval, image, pathfinder, path_x or path_256."""
+    attention_name: str = "flash2"
+    """An attention of bench.lra.attentions."""
+    steps: int | None = None
+    """Optimizer steps. null takes the task's. The warm-up shrinks with them."""
+    seed: int = 1
+    """Seed of the weights and of the order of the examples. The examples themselves do not depend on it."""
+    source: str | None = None
+    """Folder with the files of Text, Image or Retrieval. null takes the Hugging Face hub and its cache."""
+    compile: bool = True
+    """Compile the model for the training steps."""
+    device: str = "auto"
+    """auto, cuda or cpu."""
+
+    def __post_init__(self):
+        check_choice("task", self.task, TASKS)
+        check_choice("attention_name", self.attention_name, ATTENTIONS)
+        check_positive(self, "steps", most=10_000_000)
+        check_positive(self, "seed", most=2**32 - 1)
+        check_choice("device", self.device, ("auto", "cuda", "cpu"))
+
+
+def run(settings: TrainingSettings) -> None:
+    """Train, and print the accuracy."""
+    task, compute = TASKS[settings.task], choose_compute(settings.device, PrecisionConfig("auto"))
+    build_attention(settings.attention_name, shape_of(task))  # refuse an unsuitable length before the data are read
+    train_set, test_set = (load(task, split, source=settings.source) for split in ("train", "test"))
+    options = {"steps": settings.steps, "seed": settings.seed, "compiled": settings.compile}
+    score = train_and_evaluate(task, settings.attention_name, train_set, test_set, compute, **options)
+    print(f"{task.name}, {settings.attention_name}: accuracy {100 * score.accuracy:.2f} %, loss {score.loss:.4f}")
+
+
+def shape_of(task: Task) -> EncoderConfig:
+    """Return the classifier's shape for a task."""
+    return EncoderConfig(task.vocab_size, task.classes, task.padded_length, pairs=task.pairs)
+
+
+def train_and_evaluate(
+    task: Task,
+    attention: str,
+    train_set: Examples,
+    test_set: Examples,
+    compute: Compute,
+    *,
+    steps: int | None = None,
+    seed: int = 1,
+    compiled: bool = False,
+) -> Score:
+    """Train a new classifier and return its score on the test examples.
+
+    Args:
+        task: gives the shape, the batch size, the learning rate, and the steps if `steps` is None.
+        attention: a name of bench.lra.attentions.
+        train_set, test_set: from bench.lra.datasets.load. The device holds both completely.
+        compute: the device and the dtype of matrix products.
+        steps: optimizer steps.
+        seed: decides the weights and the order of the examples.
+        compiled: whether torch.compile compiles the training steps.
+
+    Raises:
+        UserError: the attention does not support the task's length.
+        ArithmeticError: the loss is not finite.
+    """
+    torch.manual_seed(seed)
+    model = Classifier(shape_of(task), attention).to(compute.device)
+    batches = _Batches(task, train_set, compute.device)
+    _train(model, batches.shuffled(seed), task, steps or task.steps, compute, compiled)
+    return _evaluate(model, _Batches(task, test_set, compute.device), compute)
+
+
+class _Batches:
+    """Examples on a device, in batches of tokens, lengths (None if no sequence has padding) and labels."""
+
+    def __init__(self, task: Task, examples: Examples, device: torch.device):
+        tokens = examples.tokens
+        tokens = tokens.view(np.int16) if tokens.dtype == np.uint16 else tokens  # torch does not index uint16 on a GPU
+        self.tokens, self.labels = (torch.from_numpy(x).to(device) for x in (tokens, examples.labels))
+        is_full = (examples.lengths == tokens.shape[1]).all()
+        self.lengths = None if is_full else torch.from_numpy(examples.lengths).to(device)
+        self.size, self.pairs = min(task.batch_size, len(self.labels)), task.pairs
+
+    def __getitem__(self, rows: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Return the examples with these numbers."""
+        sequences = torch.stack([2 * rows, 2 * rows + 1], dim=1).flatten() if self.pairs else rows
+        lengths = None if self.lengths is None else self.lengths[sequences]
+        return self.tokens[sequences].long(), lengths, self.labels[rows]
+
+    def shuffled(self, seed: int) -> Iterator[tuple[Tensor, Tensor | None, Tensor]]:
+        """Yield whole batches without end, in a new order in each epoch."""
+        generator = torch.Generator().manual_seed(seed)
+        while True:
+            order = torch.randperm(len(self.labels), generator=generator).to(self.labels.device)
+            for rows in order[: len(order) // self.size * self.size].split(self.size):
+                yield self[rows]
+
+    def in_order(self) -> Iterator[tuple[Tensor, Tensor | None, Tensor]]:
+        """Yield all examples once. The last batch may be smaller."""
+        for rows in torch.arange(len(self.labels), device=self.labels.device).split(self.size):
+            yield self[rows]
+
+
+def rate_share(step: int, task: Task, steps: int) -> float:
+    """Return the share of the learning rate after `step` steps. The warm-up has the task's share of the steps."""
+    warmup = steps * task.warmup_steps / task.steps
+    return min((step + 1) / max(1, warmup), (steps - step) / (steps - warmup))
+
+
+def _train(model: Classifier, batches: Iterator, task: Task, steps: int, compute: Compute, compiled: bool) -> None:
+    forward = torch.compile(model) if compiled else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=task.learning_rate, eps=1e-6, weight_decay=0, fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(rate_share, task=task, steps=steps))
+    model.train()
+    for _ in track(range(steps), description=f"{task.name}, {steps:,} steps"):
+        tokens, lengths, labels = next(batches)
+        with compute.autocast():
+            logits = forward(tokens, lengths)
+        optimizer.zero_grad()
+        F.cross_entropy(logits, labels).backward()
+        optimizer.step()
+        schedule.step()
+
+
+@torch.no_grad()
+def _evaluate(model: Classifier, batches: _Batches, compute: Compute) -> Score:
+    """Return the score. This uses the model without torch.compile, which would compile again for the last batch."""
+    model.eval()
+    right = loss = torch.zeros((), device=compute.device)
+    for tokens, lengths, labels in batches.in_order():
+        with compute.autocast():
+            logits = model(tokens, lengths)
+        right = right + (logits.argmax(dim=1) == labels).sum()
+        loss = loss + F.cross_entropy(logits, labels, reduction="sum")
+    count = len(batches.labels)
+    score = Score(right.item() / count, loss.item() / count)
+    if not math.isfinite(score.loss):
+        raise ArithmeticError(f"the loss after training is {score.loss}")
+    return score
+
+
+if __name__ == "__main__":
+    launch(run, TrainingSettings)
