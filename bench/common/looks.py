@@ -29,6 +29,12 @@ LOOKS = {
     "flash2": Look("flash2 (ours)", "#d62728"),
     "block_sparse": Look("block_sparse (ours)", "#7aa6d8"),
     "local": Look("local (ours)", "#a8a91c"),
+    "linformer": Look("Linformer", "#0b6e4f"),
+    "linear": Look("linear attention", "#e6ab02"),
+    "performer": Look("Performer", "#3b7dd8"),
+    "local_window": Look("local, two-sided", "#7fc97f"),
+    "reformer": Look("Reformer", "#a6761d"),
+    "smyrf": Look("SMYRF", "#5c2a9d"),
 }
 """In the order of bars. No chart has both `sdpa` and `sdpa_flash`."""
 OTHERS = "#c4169c", "#00796b", "#6b4e00", "#3d5afe"

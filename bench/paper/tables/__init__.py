@@ -26,6 +26,7 @@ TABLES = {
     "hierarchy": "memory_hierarchy",
     "softmax": "softmax_passes",
     "ladder": "ladder",
+    "approximate": "approximate_attention",
 }
 
 

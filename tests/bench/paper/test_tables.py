@@ -13,7 +13,7 @@ from tests.bench.paper.in_process import tiny_models  # noqa: F401, a fixture
 from tests.e2e import run
 
 PICTURES = {"kernels": ["-forward", "-backward", "-both"], "ladder": ["-forward", "-backward"]}
-PICTURES |= {name: [""] for name in ("io", "scaling", "fusion", "hierarchy", "softmax")}
+PICTURES |= {name: [""] for name in ("io", "scaling", "fusion", "hierarchy", "softmax", "approximate")}
 UNSUPPORTED = {"ladder": {"unsupported"}}  # Triton's interpreter has no Gluon
 
 
