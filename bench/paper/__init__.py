@@ -5,7 +5,7 @@
 `tables/` has one module per table.
 `training_steps.py` and `perplexities.py` have the measurements that the tables of training share.
 `bert_model.py` has the model and the batches of the table `bert`.
-`turns.py` times calls that take turns.
+`classifier_steps.py` times the steps of the table `lra`; `turns.py` times calls that take turns.
 `attentions.py` has the attentions by name.
 `byte_counts.py` computes the bytes to and from HBM by formula; `hbm_counters.py` reads the GPU's counters.
 `triton_kernels.py` has the small kernels of the tables `softmax` and `hierarchy`.

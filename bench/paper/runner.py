@@ -14,6 +14,7 @@ Tables (table=NAME, or table=all):
   hierarchy       size and bandwidth of HBM, L2 and shared memory
   softmax         safe softmax in three passes and online softmax in two, against the length
   ladder          each step of kernels/ladder beside the step before it: speed, resources, counters, training
+  lra             FlashAttention, tables 3 and 6: attentions on Long Range Arena, steps and accuracies
   approximate     FlashAttention, figure 3: time and memory of approximate attentions against the length
 
 Examples:

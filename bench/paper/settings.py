@@ -13,7 +13,7 @@ class PaperSettings:
     """The tables to measure and their size."""
 
     table: str = "all"
-    """gpt2, gpt2_context, gpt3, bert, kernels, memory, io, blocks, scaling, fusion, hierarchy, softmax, ladder or
+    """gpt2, gpt2_context, gpt3, bert, kernels, memory, io, blocks, scaling, fusion, hierarchy, softmax, ladder, lra or
     approximate; or all."""
     size: str = "full"
     """full, or smoke: tiny sizes for any machine, which test the code and are written to outputs/paper-smoke."""

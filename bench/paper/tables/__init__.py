@@ -26,6 +26,7 @@ TABLES = {
     "hierarchy": "memory_hierarchy",
     "softmax": "softmax_passes",
     "ladder": "ladder",
+    "lra": "long_range_arena",
     "approximate": "approximate_attention",
 }
 

@@ -1,0 +1,153 @@
+"""Training steps of the classifiers of bench.lra on random tokens: forward, backward and AdamW in bf16.
+
+On a GPU, a step is a CUDA graph, so that the host's speed does not matter. The graphs of a cell share their memory:
+only one of them runs at a time. A step that cannot be captured is timed without a graph, and its row says so.
+"""
+
+import gc
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bench.attention.accuracy import check, truth_of
+from bench.attention.contenders import bind, draw_inputs
+from bench.attention.shapes import AttentionShape
+from bench.common.timing import Gpu, recorded
+from bench.lra.attentions import UNPADDED, build_attention
+from bench.lra.config import EncoderConfig
+from bench.lra.encoder import Classifier, packing_of
+from bench.lra.listops import LONGEST, SHORTEST
+from bench.lra.tasks import Task
+from bench.lra.training import shape_of
+from bench.paper.turns import take_turns
+from errors import UserError, first_line, is_of_gpu_memory, problem_of
+from trainer.meters import GIB
+
+EXACT = "naive", "fused_softmax", "flash1", "flash2", UNPADDED
+CHECKED_BATCH = 2
+Step = Callable[[], object]
+
+
+def check_exact(name: str, config: EncoderConfig, batch: int, device: str) -> None:
+    """Compare an attention that computes all pairs with the fp64 reference. Raise WrongResult if the error is large."""
+    sizes = {"heads": config.n_head, "head_dim": config.head_dim, "causal": False}
+    shape = AttentionShape("lra", batch, config.context_length, **sizes)
+    inputs = draw_inputs(shape, device)
+    attend = partial(unpadded if name == UNPADDED else plain, build_attention(name, config))
+    check(bind(name, attend, shape, inputs), shape, truth_of(shape, inputs))
+
+
+def plain(attend: Callable, q: Tensor, k: Tensor, v: Tensor, **_) -> Tensor:
+    """Call an attention of bench.lra, which is never causal, with the registry's arguments."""
+    return attend(q, k, v)
+
+
+def unpadded(attend: Callable, q: Tensor, k: Tensor, v: Tensor, **_) -> Tensor:
+    """Call an attention on sequences that are packed into one, as Classifier does: q, k, v (B, T, H, D)."""
+    batch, length = q.shape[:2]
+    bounds = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=q.device)
+    return attend(*(x.flatten(0, 1)[None] for x in (q, k, v)), cu_seqlens=bounds)[0].unflatten(0, (batch, length))
+
+
+def draw_batch(task: Task, batch_size: int) -> tuple[Tensor, Tensor]:
+    """Return random tokens without padding, (sequences, T) int64, and labels (batch_size,) int64."""
+    generator = torch.Generator().manual_seed(0)
+    sequences = batch_size * (2 if task.pairs else 1)
+    tokens = torch.randint(1, task.vocab_size, (sequences, task.padded_length), generator=generator)
+    return tokens, torch.randint(task.classes, (batch_size,), generator=generator)
+
+
+def lengths_of(task: Task, sequences: int) -> Tensor:
+    """Return the lengths (sequences,) int32 for flash2_unpadded: in ListOps drawn from the data's range, else full."""
+    if task.name != "listops":
+        return torch.full((sequences,), task.padded_length, dtype=torch.int32)
+    longest, generator = min(LONGEST, task.context_length), torch.Generator().manual_seed(0)
+    shortest = SHORTEST if longest > SHORTEST else 1  # the smoke size is shorter than all expressions
+    return torch.randint(shortest, longest + 1, (sequences,), generator=generator, dtype=torch.int32)
+
+
+def build_step(task: Task, batch_size: int, attention: str, backend: str | None, device: str) -> Step:
+    """Return the step of a new classifier, compiled by a backend of torch.compile if there is one."""
+    torch.manual_seed(0)
+    model: nn.Module = Classifier(shape_of(task), attention).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), task.learning_rate, fused=True, capturable=device == "cuda")
+    called = torch.compile(model, backend=backend) if backend else model
+    tokens, labels = (x.to(device) for x in draw_batch(task, batch_size))
+    padding = {}
+    if attention == UNPADDED:
+        lengths = lengths_of(task, len(tokens)).to(device)
+        padding = {"lengths": lengths, "packing": packing_of(lengths, task.padded_length)}
+
+    def step() -> None:
+        with torch.autocast(device, torch.bfloat16):
+            loss = F.cross_entropy(called(tokens, **padding), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def step_row(attention: str, batch_size: int, compiled: bool = False) -> dict:
+    """Return the row of a step, without results."""
+    results = "ms", "peak_gib", "graph", "status", "message"
+    return {"attention": attention, "compiled": compiled, "batch_size": batch_size, **dict.fromkeys(results)}
+
+
+def warm_step(row: dict, task: Task, backend: str, gpu: Gpu) -> Step | None:
+    """Check the attention of a row, run its step, and return the step. Fill in the peak memory of the second step.
+
+    The memory includes the weights and the optimizer's moments. If the attention does not support the length, set the
+    status `unsupported` and return None.
+    """
+    name, config = row["attention"], shape_of(task)
+    try:
+        build_attention(name, config)
+    except UserError as error:
+        row.update(status="unsupported", message=problem_of(error))
+        return None
+    if name in EXACT:
+        check_exact(name, config, min(CHECKED_BATCH, row["batch_size"]), gpu.device)
+        gpu.release()
+    before = gpu.allocated()
+    step = build_step(task, row["batch_size"], name, backend if row["compiled"] else None, gpu.device)
+    step()
+    row["peak_gib"] = (gpu.peak(step) - before) / GIB
+    return step
+
+
+def captured(step: Step, row: dict, pool: tuple[int, int]) -> Step:
+    """Return a step as a CUDA graph in `pool`. If the capture fails, return the step itself and say so in the row."""
+    graph = torch.cuda.CUDAGraph()
+    gc.collect()  # reference cycles left by the compiler may hold memory that the graph needs
+    try:
+        with torch.cuda.graph(graph, pool):
+            step()
+    except RuntimeError as error:
+        cause = error.__context__ or error  # the error that ended the capture
+        if any(map(is_of_gpu_memory, (error, cause))):
+            raise torch.OutOfMemoryError(str(cause)) from error
+        row.update(graph=False, message=first_line(cause))
+        return step
+    row["graph"] = True
+    return graph.replay
+
+
+def time_steps(rows: list[dict], task: Task, backend: str, gpu: Gpu, rounds: int) -> None:
+    """Time the training steps of a task in turn, and complete their rows."""
+    warm = []
+    for row in rows:
+        with recorded([row], gpu):
+            if step := warm_step(row, task, backend, gpu):
+                warm.append((row, step))
+        gpu.release()
+    if gpu.device == "cuda":
+        pool, graphs = torch.cuda.graph_pool_handle(), []
+        for row, step in warm:
+            with recorded([row], gpu):
+                graphs.append((row, captured(step, row, pool)))
+        warm = graphs
+    take_turns([(row, call) for row, call in warm if row["status"] is None], gpu, rounds)
