@@ -54,6 +54,20 @@ def test_the_ladder_comes_from_the_gpu_that_measured_it(tmp_path):
     assert "One NVIDIA H100, torch 2.11, Triton 3.6.0, commit 0123456789ab." in made
 
 
+def test_a_table_of_the_arena_comes_from_the_gpu_that_measured_it(tmp_path):
+    """A page links to its picture. Without results, it says how to measure."""
+    mark = "<!-- approximate -->\n<!-- /approximate -->"
+    assert "Not measured yet. `python -m bench.paper table=approximate`" in fill(mark, tmp_path / "h200")
+    row = {"seq_len": 128, "variant": "flash2", "batch": 16, "heads": 8, "head_dim": 64, "ms": 1.5, "peak_mib": 44.0}
+    where = {"gpu": "NVIDIA H100", "torch": "2.11", "triton": "3.6.0", "commit": "ffff", "date": "2026-01-01"}
+    results = {"environment": where, "size": "full", "rows": [row | {"status": "ok"}]}
+    (tmp_path / "h100").mkdir()
+    (tmp_path / "h100" / "paper-approximate.json").write_text(json.dumps(results))
+    made = fill(mark, tmp_path / "h200")
+    assert "(../bench/results/h100/paper-approximate.svg)" in made and "| `flash2` | exact | 1.50 |" in made
+    assert "Measured on NVIDIA H100 (torch 2.11," in made and "# Flash" not in made
+
+
 @pytest.mark.parametrize("content", ["", '{"rows": [', "[]", '{"environment": {}, "rows": []}'])
 def test_a_damaged_results_file_is_refused_by_name(tmp_path, content):
     (tmp_path / "parity.json").write_text(content)

@@ -23,7 +23,10 @@ from bench.paper.tables import load_table
 from bench.paper.tables.attention_speed import speed_lines
 from errors import UserError
 
-PAGES = ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("results", "getting-started", "ladder", "fp8"))
+PAGES = (
+    ROOT / "README.md",
+    *(ROOT / "docs" / f"{name}.md" for name in ("results", "getting-started", "ladder", "fp8", "lra")),
+)
 RESULTS = ROOT / "bench" / "results" / "h200"
 RESULTS_OF_CPU = RESULTS.with_name("cpu")
 PAPER = "gpt2", "gpt2_context", "gpt3", "io", "memory"  # the tables of bench.paper in docs/results.md
@@ -76,20 +79,38 @@ def paper_table(name: str, results: Path) -> str:
     return without_title.strip()
 
 
+def measured(name: str, results: Path) -> Path | None:
+    """Return the file of a table of bench.paper in `results`, or else in another GPU's folder beside it."""
+    files = sorted(results.parent.glob(f"*/paper-{name}.json"), key=lambda path: (path.parent != results, path))
+    return files[0] if files else None
+
+
+def table_of_any_gpu(name: str, results: Path, picture: str = "") -> str:
+    """Return a page of bench.paper without its title, from the GPU that measured it, with its picture if it has one.
+
+    Without results, return a sentence with the command that measures them.
+    """
+    file = measured(name, results)
+    if not file:
+        return f"Not measured yet. `python -m bench.paper table={name}` measures this table on your GPU."
+    parts = [f"![{picture}](../bench/results/{file.parent.name}/paper-{name}.svg)"] if picture else []
+    return "\n\n".join([*parts, paper_table(name, file.parent)])
+
+
 def ladder_table(results: Path) -> str:
     """Return the speeds of the ladder with their charts, from `results` or another GPU's folder beside it.
 
     Without results, return a sentence with the command that measures them.
     """
-    files = sorted(results.parent.glob("*/paper-ladder.json"), key=lambda path: path.parent != results)
-    if not files:
+    path = measured("ladder", results)
+    if not path:
         return "Not measured yet. `python -m bench.paper table=ladder` measures the ladder on your GPU."
-    file, ladder = read_results(files[0]), load_table("ladder")
+    file, ladder = read_results(path), load_table("ladder")
     parts = [ladder.overview(file["rows"])]
     for pass_ in ladder.STEPS:
-        chart = f"../bench/results/{files[0].parent.name}/paper-ladder-{pass_}.svg"
+        chart = f"../bench/results/{path.parent.name}/paper-ladder-{pass_}.svg"
         parts.append(f"![TFLOP/s of each step of the {pass_} pass]({chart})")
-    page = f"[All times and resources](../bench/results/{files[0].parent.name}/paper-ladder.md)."
+    page = f"[All times and resources](../bench/results/{path.parent.name}/paper-ladder.md)."
     return "\n\n".join([*parts, f"{caption(file)} {page}"])
 
 
@@ -330,6 +351,8 @@ TABLE_OF = {
     "fp8": fp8_table,
     "scaling": scaling_table,
     "ladder": ladder_table,
+    "lra": partial(table_of_any_gpu, "lra"),
+    "approximate": partial(table_of_any_gpu, "approximate", picture="Time and memory of attentions by length"),
     **{f"paper-{name}": partial(paper_table, name) for name in PAPER},
 }
 
