@@ -351,6 +351,7 @@ TABLE_OF = {
     "fp8": fp8_table,
     "scaling": scaling_table,
     "ladder": ladder_table,
+    "bert": partial(table_of_any_gpu, "bert"),
     "lra": partial(table_of_any_gpu, "lra"),
     "approximate": partial(table_of_any_gpu, "approximate", picture="Time and memory of attentions by length"),
     **{f"paper-{name}": partial(paper_table, name) for name in PAPER},

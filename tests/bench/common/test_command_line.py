@@ -97,7 +97,7 @@ def test_no_setting_has_the_name_of_a_group():
     classes = [node for tree in trees for node in tree if isinstance(node, ast.ClassDef)]
     settings = [node for node in classes if node.name.endswith("Settings")]
     names = {field.target.id for node in settings for field in node.body if isinstance(field, ast.AnnAssign)}
-    assert len(settings) == 13 and "model_name" in names
+    assert len(settings) == 15 and "model_name" in names
     assert not names & {path.name for path in (ROOT / "conf").iterdir()}
 
 

@@ -45,6 +45,7 @@ def measured(settings, attention="flash2", seed=SEED, **changes):
     return row["perplexity"]
 
 
+@pytest.mark.slow
 def test_a_run_that_reaches_its_time_limit_continues_where_it_stopped(settings, monkeypatch, tmp_path):
     """The perplexity is the same, bit for bit. The limit leaves time to save, and train.py has the recipe."""
     alarms, configs, step, main, alarm = [], [], train.train_step, train.main, signal.alarm
@@ -64,6 +65,7 @@ def test_a_run_that_reaches_its_time_limit_continues_where_it_stopped(settings, 
     assert not any((tmp_path / perplexities.FOLDER).iterdir())
 
 
+@pytest.mark.slow
 def test_attentions_learn_the_same_and_seeds_do_not(settings):
     """Without dropout, which each attention draws in its own way."""
     plain, other = measured(settings, "naive", dropout=0.0), measured(settings, seed=OTHER_SEED, dropout=0.0)
