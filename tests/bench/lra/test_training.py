@@ -64,6 +64,18 @@ def test_a_seed_decides_the_weights_and_the_order():
     assert one == again and one.loss != other.loss
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention", ["naive", "flash2", "reformer"])
+def test_a_cuda_graph_trains_as_steps_without_a_graph(monkeypatch, attention):
+    """Lengths differ between batches, so a graph that keeps its first batch would learn nothing."""
+    compute = choose_compute("cuda", PrecisionConfig("auto"))
+    graph = train_and_evaluate(TINY, attention, TRAIN, TEST, compute)
+    captured = []
+    monkeypatch.setattr(training, "_captured", lambda gradients, batch: captured.append(batch) or gradients)
+    without = train_and_evaluate(TINY, attention, TRAIN, TEST, compute)
+    assert len(captured) == 1 and graph.accuracy > 0.9 and graph.loss == pytest.approx(without.loss, abs=0.05)
+
+
 def test_the_rate_rises_linearly_and_falls_linearly():
     shares = [rate_share(step, TASKS["listops"], 50) for step in range(51)]
     assert shares[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
