@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from bench.common.timing import Cpu
 from bench.paper.bert_model import Bert, BertConfig, draw_batch, draw_lengths, masked_tokens, step_flops
@@ -109,6 +110,16 @@ def test_the_model_is_hugging_faces_bert():
     torch.testing.assert_close(found[real], logits[real], rtol=1e-4, atol=1e-4)
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1)[batch.masked][:, : TINY.vocab_size], batch.targets)
     torch.testing.assert_close(ours(batch), loss)
+
+
+def test_the_blocks_are_compiled_once_for_all_of_them():
+    torch.compiler.reset()
+    graphs = CompileCounterWithBackend("aot_eager")
+    model, batch = model_with("flash2"), batch_for("flash2", padded=True)
+    expected = model(batch)
+    bert.compile_blocks(model, graphs)
+    torch.testing.assert_close(model(batch), expected)
+    assert graphs.frame_count == 1 and len(model.h) == 2
 
 
 def test_flops_count_real_tokens_only():
