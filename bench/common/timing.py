@@ -66,6 +66,14 @@ class Gpu:
         call()
         return torch.cuda.max_memory_allocated()
 
+    def added_peak(self, call: Callable[[], object]) -> int:
+        """Return the largest number of bytes that a call adds to those that were live before it."""
+        call()  # allocates what later calls reuse, such as workspaces
+        self.wake()  # autograd's thread holds the gradients of that call until it gets this next task
+        self.release()  # only the garbage collector frees some objects, for example after compilation
+        before = self.allocated()
+        return self.peak(call) - before
+
     def release(self) -> None:
         """Return cached memory to the driver, which needs memory to load kernels."""
         gc.collect()

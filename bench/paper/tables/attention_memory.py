@@ -32,11 +32,7 @@ def measure(cell: dict, gpu: Gpu, settings: PaperSettings) -> Iterator[dict]:
         row = empty_row(shape, cell["variant"], "both")
         with recorded([row], gpu):
             call = bind(cell["variant"], attention, shape, draw_inputs(shape, gpu.device)).call("both")
-            call()  # allocates what later calls reuse, such as workspaces
-            gpu.wake()  # autograd's thread holds the gradients of that call until it gets this next task
-            gpu.release()  # only the garbage collector frees some objects, for example after compilation
-            before = gpu.allocated()
-            row.update(peak_mib=(gpu.peak(call) - before) / 2**20, status="ok")
+            row.update(peak_mib=gpu.added_peak(call) / 2**20, status="ok")
         yield row
         gpu.release()
 
