@@ -12,7 +12,7 @@ from matplotlib.ticker import NullLocator
 from torch import nn
 
 from bench.attention.accuracy import Truth, check, truth_of
-from bench.attention.contenders import HEADS_FIRST, Contender, Inputs, draw_inputs
+from bench.attention.contenders import Contender, Inputs, bind, draw_inputs
 from bench.attention.shapes import AttentionShape
 from bench.common.drawing import SMALL, WIDTH, styled
 from bench.common.formatting import cost_text, length_text, table, value_text
@@ -20,6 +20,7 @@ from bench.common.looks import looks_of
 from bench.common.timing import Gpu, recorded
 from bench.lra.attentions import build_attention
 from bench.lra.config import EncoderConfig
+from bench.paper.classifier_steps import plain
 from bench.paper.crossings import where_below
 from bench.paper.settings import PaperSettings
 from bench.paper.turns import take_turns
@@ -73,12 +74,10 @@ def contender_of(row: dict, shape: AttentionShape, inputs: Inputs, device: str) 
     except UserError as error:
         row.update(status="unsupported", message=problem_of(error))
         return None
-    weights = list(attend.to(device).parameters()) if isinstance(attend, nn.Module) else []
-    qkv = inputs[:3]
-    if name in HEADS_FIRST:
-        qkv = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in qkv]
-    qkv = [x.detach().requires_grad_() for x in qkv]
-    return Contender(name, partial(attend, *qkv), (*qkv, *weights), inputs.dout)
+    weights = attend.to(device).parameters() if isinstance(attend, nn.Module) else ()
+    contender = bind(name, partial(plain, attend), shape, inputs)
+    contender.leaves += tuple(weights)
+    return contender
 
 
 def warm(contender: Contender, row: dict, shape: AttentionShape, truth: Truth, gpu: Gpu) -> None:
@@ -87,12 +86,7 @@ def warm(contender: Contender, row: dict, shape: AttentionShape, truth: Truth, g
         check(contender, shape, truth)
     else:
         contender.dout = torch.empty_like(contender.forward()).copy_(contender.dout)
-    call = contender.call("both")
-    call()
-    gpu.wake()  # autograd's thread holds the gradients of that call until it gets this next task
-    gpu.release()
-    before = gpu.allocated()
-    row["peak_mib"] = (gpu.peak(call) - before) / 2**20
+    row["peak_mib"] = gpu.added_peak(contender.call("both")) / 2**20
 
 
 def lines_of(rows: list[dict], cost: str) -> dict[str, dict[int, float]]:
