@@ -1,4 +1,4 @@
-"""The lengths where the lines of two attentions cross on logarithmic axes."""
+"""Find the lengths at which the lines of two attentions cross on logarithmic axes."""
 
 import itertools
 import math
@@ -19,7 +19,7 @@ def crossings(line: Line, base: Line) -> list[float]:
 
 
 def where_below(line: Line, base: Line) -> str:
-    """Return in words the lengths at which `line` is below `base`: everywhere, nowhere, up to or from some length."""
+    """Say for what lengths `line` is below `base`: everywhere, nowhere, up to some length, or from some length."""
     lengths = sorted(line.keys() & base.keys())
     if not lengths:
         return "-"
