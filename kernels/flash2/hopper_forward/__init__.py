@@ -8,8 +8,9 @@ Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and 
   of the block before. The next tile's first block directly follows the last block. This hides the start of every tile
   except the first.
 
-With two consumers, each runs its softmax under its own P V. Three consumers have too few registers for a second P. They
-compute the maxima under their own P V, and the exponentials under the products of the other consumers.
+With heads of 64, a consumer computes the maxima under its own P V, and the exponentials under the products of the
+other consumers. Three consumers have too few registers for a second P. With larger heads, each consumer runs the whole
+softmax under its own P V.
 
 schedule.py assigns tiles to programs, tile.py computes parts of one tile, kernel.py is the kernel, host.py launches it.
 
