@@ -31,6 +31,7 @@ from bench.common.timing import Gpu, median_milliseconds
 from errors import UserError
 from kernels.common import dropout
 from kernels.common import launching as launcher
+from kernels.common.checks import document_bounds
 from kernels.flash2 import definition, dispatch
 from kernels.flash2.options import Options
 from kernels.flash2.tiles import (
@@ -83,6 +84,8 @@ MAX_SPILLS = 4  # registers
 SPILLS = {"forward hopper": 160, "backward hopper": 40}  # outside of inner loops; see test_ahead_of_time.py
 GAIN = 1.03  # the least speed over the plain kernels that makes the Hopper kernels worthwhile
 MASKS = "causal", "full", "dropout"
+HOPPER_MASKS = *MASKS, "window", "documents"
+BAND = 1024  # tokens of a window, and of each document
 Job = tuple[str, int, str, tuple]  # kernel, head_dim, mask, tile
 
 
@@ -91,12 +94,17 @@ def inputs(batch: int, seq_len: int, heads: int, head_dim: int) -> list[torch.Te
 
 
 def options_of(mask: str, q: torch.Tensor) -> Options:
-    """Return the options of the kernels for one of MASKS. Dropout is tuned with a causal mask."""
+    """Return the options of the kernels for one of HOPPER_MASKS. All except "full" are tuned with a causal mask."""
     batch, seq_len, heads, head_dim = q.shape
     options = Options(causal=mask != "full", scale=head_dim**-0.5)
-    if mask != "dropout":
-        return options
-    return options._replace(numbers=dropout.draw(batch, heads, seq_len, seq_len, q.device), dropout_p=0.1)
+    if mask == "dropout":
+        return options._replace(numbers=dropout.draw(batch, heads, seq_len, seq_len, q.device), dropout_p=0.1)
+    if mask == "window":
+        return options._replace(window=BAND)
+    if mask == "documents":  # they cross the ends of the sequences, where they are cut
+        cuts = torch.arange(0, batch * seq_len + BAND, BAND - 24, dtype=torch.int32, device=q.device)
+        return options._replace(documents=document_bounds(cuts.clamp(max=batch * seq_len), batch, seq_len))
+    return options
 
 
 def with_tile(kernel: str, tile: tuple) -> dispatch.Settings:
@@ -180,12 +188,13 @@ def tune(arch: str, head_dims: list[int]) -> list[dict]:
 def tune_hopper(plain_rows: list[dict]) -> list[dict]:
     """Return the rows of the warp-specialised kernels that beat the plain kernels with the tiles of `plain_rows`."""
     passes = HOPPER_CANDIDATES
-    asked = itertools.product(passes, HOPPER_HEAD_DIMS, MASKS)
+    asked = itertools.product(passes, HOPPER_HEAD_DIMS, HOPPER_MASKS)
     right = right_ones([(f"{x} hopper", d, m, t) for x, d, m in asked for t in passes[x]])
     rows = []
-    for pass_, head_dim, mask, seq_len in itertools.product(passes, HOPPER_HEAD_DIMS, MASKS, SEQ_LENS):
+    for pass_, head_dim, mask, seq_len in itertools.product(passes, HOPPER_HEAD_DIMS, HOPPER_MASKS, SEQ_LENS):
         kernel, key = f"{pass_} hopper", {"mask": mask, "max_seq_len": max_seq_len(seq_len)}
-        plain = plain_tiles_of(find_row(plain_rows, arch="sm_90", head_dim=padded_head_dim(head_dim), **key))
+        of_plain = key | {"mask": mask if mask in MASKS else "causal"}
+        plain = plain_tiles_of(find_row(plain_rows, arch="sm_90", head_dim=padded_head_dim(head_dim), **of_plain))
         candidates = {None: plain, **candidates_of(right, kernel, head_dim, mask)}
         times = times_of(kernel, head_dim, mask, seq_len, candidates)
         best = min(times, key=times.get)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kernels.flash1.launch import tiles_for as flash1_tiles
 from kernels.flash2.block_lists import BLOCK, listed
-from kernels.flash2.tiles import PlainTiles, TileConfig, hopper_config_for, plain_tiles_for
+from kernels.flash2.tiles import PlainTiles, TileConfig, hopper_config_for, mask_of, plain_tiles_for
 from model.attention import VARIANTS, build_attention
 
 SPARSE = "block_sparse", "local"
@@ -80,7 +80,7 @@ def flash2_traffic(n: int, d: int, arch: str, causal: bool) -> Bytes:
     row, stats = 2 * n * d, 4 * n
     share = partial(share_of, "flash2", n) if causal else lambda m, n: 1.0
     tiles = plain_tiles_for(arch, d, torch.bfloat16, causal, n)
-    forward, fused = (hopper_config_for(x, d, causal, n) if arch == "sm_90" else None for x in PASSES)
+    forward, fused = (hopper_config_for(x, d, mask_of(causal, False), n) if arch == "sm_90" else None for x in PASSES)
     if forward:
         tiles = tiles._replace(forward=TileConfig(forward.queries, forward.keys, 4 * forward.consumers, forward.stages))
     plain = plain_traffic(n, d, tiles, share)

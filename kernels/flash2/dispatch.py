@@ -17,6 +17,7 @@ from kernels.flash2.tiles import (
     PlainTiles,
     TileConfig,
     hopper_config_for,
+    mask_of,
     plain_tiles_for,
     without_dq,
 )
@@ -28,14 +29,23 @@ Settings = PlainTiles | HopperConfig
 def uses_hopper_kernels(pass_: str, arch: str, head_dim: int, dtype: torch.dtype, seq_k: int, options: Options) -> bool:
     """Return whether the warp-specialised kernels of hopper_forward or hopper_backward compute this pass.
 
-    They need sm_90, Triton 3.6 or later, 16-bit inputs that TMA can read (the caller checks uses_tma), and no window,
-    documents or blocks. They run for the head sizes, masks and lengths that have rows in tiles.json, because they were
-    measured to be faster there. The plain kernels do the rest, and dQ of a deterministic backward.
+    They need sm_90, Triton 3.6 or later, 16-bit inputs that TMA can read (the caller checks uses_tma), and no blocks.
+    Windows and documents exclude dropout. They run for the head sizes, masks and lengths that have rows in tiles.json,
+    because they were measured to be faster there. The plain kernels do the rest, and dQ of a deterministic backward.
     """
-    banded = options.window or options.documents is not None or options.blocks is not None
-    if banded or arch != "sm_90" or triton_version() < (3, 6) or dtype.itemsize != 2:
+    banded = options.window > 0 or options.documents is not None
+    if options.blocks is not None or (banded and options.dropout_p > 0):
         return False
-    return hopper_config_for(pass_, head_dim, options.causal, seq_k, options.dropout_p > 0) is not None
+    if arch != "sm_90" or triton_version() < (3, 6) or dtype.itemsize != 2:
+        return False
+    return hopper_config_for(pass_, head_dim, _mask_of(options), seq_k) is not None
+
+
+def _mask_of(options: Options) -> str:
+    """Return the name of the mask in the table's rows for Hopper."""
+    if options.documents is not None:
+        return "documents"
+    return "window" if options.window else mask_of(options.causal, options.dropout_p > 0)
 
 
 def explain(
@@ -48,8 +58,8 @@ def explain(
     parts = {
         name: f"{t.queries}x{t.keys} in {t.warps} warps and {t.stages} stages" for name, t in tiles._asdict().items()
     }
-    asked = arch, head_dim, dtype, seq_len, Options(None, documents or None, causal=causal, dropout_p=dropout_p)
-    kind = head_dim, causal, seq_len, dropout_p > 0
+    options = Options(None, documents or None, causal=causal, dropout_p=dropout_p)
+    asked, kind = (arch, head_dim, dtype, seq_len, options), (head_dim, _mask_of(options), seq_len)
     forward = f"forward by plain Triton, {loads}, {parts['forward']}"
     backward = f"backward by plain Triton, {loads}, {parts['key_gradient']}, {parts['query_gradient']}"
     if uses_hopper_kernels("forward", *asked):
@@ -70,10 +80,10 @@ def _choose(
     """Return the given settings, or the table's. `tma` says whether TMA can read all inputs."""
     if given is not None:
         return given
-    arch, kind = arch_of(device), (options.causal, seq_k, options.dropout_p > 0)
+    arch = arch_of(device)
     if tma and uses_hopper_kernels(pass_, arch, head_dim, dtype, seq_k, options):
-        return hopper_config_for(pass_, head_dim, *kind)
-    return plain_tiles_for(arch, head_dim, dtype, *kind)
+        return hopper_config_for(pass_, head_dim, _mask_of(options), seq_k)
+    return plain_tiles_for(arch, head_dim, dtype, options.causal, seq_k, options.dropout_p > 0)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, *options, tiles: Settings | None = None) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """Tile sizes, warps and stages of flash2's kernels: the table tiles.json and the rules that read it.
 
 `python -m bench.tune` writes the table. Its rows are keyed by architecture ("sm_90" is Hopper), head size, mask
-("causal", "full" or "dropout") and the longest sequence (null: no limit).
+("causal", "full", "dropout"; for hopper also "window" and "documents") and the longest sequence (null: no limit).
 
 - plain: tuned tiles of the plain Triton kernels, for head sizes padded to a power of two.
 - compiled: tiles of the plain kernels for AMD GPUs without tuned rows. `python -m bench.amd search=true` chose
@@ -160,10 +160,11 @@ def plain_tiles_for(
 
 
 @lru_cache(4096)
-def hopper_config_for(
-    pass_: str, head_dim: int, causal: bool, seq_len: int, dropout: bool = False
-) -> HopperConfig | None:
-    """Return the settings of the Hopper kernel for a pass ("forward", "backward"), or None if the plain ones run."""
-    key = {"head_dim": head_dim, "mask": mask_of(causal, dropout), "max_seq_len": max_seq_len(seq_len)}
+def hopper_config_for(pass_: str, head_dim: int, mask: str, seq_len: int) -> HopperConfig | None:
+    """Return the settings of the Hopper kernel for a pass ("forward", "backward"), or None if the plain ones run.
+
+    mask is one of the table's names, for example what mask_of returns.
+    """
+    key = {"head_dim": head_dim, "mask": mask, "max_seq_len": max_seq_len(seq_len)}
     row, kind = find_row(read_table()["hopper"], **{"pass": pass_}, **key), HOPPER_CONFIGS[pass_]
     return row and kind(*(row[name] for name in kind._fields))

@@ -71,9 +71,9 @@ def test_a_candidate_runs_the_kernel_that_it_is_for():
 def test_what_tune_writes_for_the_hopper_kernels_is_what_is_launched():
     rows = json.loads(TABLE.read_text())["hopper"]
     written = {(row["pass"], row["head_dim"], row["mask"], row["max_seq_len"]): row for row in rows}
-    for key in itertools.product(HOPPER_CONFIGS, (48, 64, 80, 128), tune.MASKS, LENGTHS):
+    for key in itertools.product(HOPPER_CONFIGS, (48, 64, 80, 128), tune.HOPPER_MASKS, LENGTHS):
         pass_, head_dim, mask, longest = key
-        read = hopper_config_for(pass_, head_dim, mask != "full", LENGTHS[longest], mask == "dropout")
+        read = hopper_config_for(pass_, head_dim, mask, LENGTHS[longest])
         assert (read is None) == (key not in written)
         assert read is None or read._asdict().items() <= written[key].items()
 

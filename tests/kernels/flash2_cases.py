@@ -37,7 +37,7 @@ def hopper_configs() -> list[tuple[str, int, str, HopperConfig]]:
     configs = []
     for row in read_table()["hopper"]:
         mask, length = row["mask"], row["max_seq_len"] or 16384
-        config = hopper_config_for(row["pass"], row["head_dim"], mask != "full", length, mask == "dropout")
+        config = hopper_config_for(row["pass"], row["head_dim"], mask, length)
         configs.append((row["pass"], row["head_dim"], mask, config))
     return list(dict.fromkeys(configs))
 

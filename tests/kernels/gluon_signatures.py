@@ -36,11 +36,12 @@ def signature_of(kernel, arguments: Iterable) -> tuple[dict, dict]:
     return signature, constants
 
 
-def attention(head_dim: int, dtype: torch.dtype, causal: bool, dropout: bool, config: HopperConfig) -> Signature:
-    """Describe flash2's kernel of the pass that the config belongs to."""
+def attention(head_dim: int, dtype: torch.dtype, mask: str, config: HopperConfig) -> Signature:
+    """Describe flash2's kernel of the pass that the config belongs to. `mask` is a name in the table of tiles."""
     x = torch.empty((1, config.keys, 1, head_dim), dtype=dtype)
-    options = Options(causal=causal)
-    if dropout:
+    documents = torch.empty((1, 2, config.keys), dtype=torch.int32) if mask == "documents" else None
+    options = Options(documents=documents, causal=mask != "full", window=config.keys if mask == "window" else 0)
+    if mask == "dropout":
         options = options._replace(numbers=torch.empty(1, dtype=torch.int32), dropout_p=0.1)
     if isinstance(config, HopperForwardConfig):
         kernel, launched = hopper_forward.forward_kernel, {"num_warps": 4}

@@ -80,14 +80,14 @@ def allowed_spills(row: dict) -> float:
         return 32  # a few words of GELU's epilogue, which runs beside the products
     if row["group"] != "hopper":
         return 0
-    pass_, head_dim, _, _, dropout, config = row["name"]
+    pass_, head_dim, _, mask, config = row["name"]
     if pass_ == "forward" and config[2] == 3:
         return 640  # three consumers share the registers; they spill state of the next tile, outside of the loop
     if pass_ == "forward" and config[0] == 128:
         return 160 if head_dim > 80 else 8  # the same, for blocks of 128 keys
     if pass_ == "backward" and 128 in (head_dim, config[0]):
         return 160  # the position in the loops, outside of the inner loop
-    return 48 if dropout else 0
+    return 48 if mask == "dropout" else 0
 
 
 def test_kernels_for_hopper_spill_few_registers_and_keep_the_tensor_cores_busy(compiled):

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.common import dropout
+from kernels.common.checks import document_bounds
 from kernels.common.launching import triton_version
 from kernels.flash2 import definition, dispatch, flash2_packed
 from kernels.flash2.options import Options
@@ -25,11 +26,21 @@ from tests.kernels.flash2_cases import (
 )
 
 
-def assert_launches_attention(case: Case, device: str, dropout_p: float, deterministic: bool, **tiles) -> None:
-    """Compare both passes with fp64. `tiles` maps a pass to settings that replace the table's."""
+def assert_launches_attention(
+    case: Case, device: str, dropout_p: float, deterministic: bool, band: str = "", **tiles
+) -> None:
+    """Compare both passes with fp64, if asked with a window or documents (`band`).
+
+    `tiles` maps a pass to settings that replace the table's.
+    """
     q, k, v, dout = inputs = draw(case, device)
     numbers = dropout.draw(case.batch, case.heads, case.seq_q, case.seq_k, q.device) if dropout_p else None
     options = Options(numbers, causal=case.causal, scale=case.head_dim**-0.5, dropout_p=dropout_p)
+    if band == "window":
+        options = options._replace(window=65)
+    elif band == "documents":
+        cuts = torch.tensor([0, 3, 100, 101, 450, 800, case.batch * case.seq_q], dtype=torch.int32, device=device)
+        options = options._replace(documents=document_bounds(cuts, case.batch, case.seq_q))
     out, logsumexp = dispatch.forward(q, k, v, *options, tiles=tiles.get("forward"))
     arguments = dout, q, k, v, out, logsumexp, None, deterministic, *options
     grads = dispatch.backward(*arguments, tiles=tiles.get("backward"))
@@ -56,11 +67,16 @@ def test_every_setting_of_hopper_is_attention(pass_, head_dim, mask, config, dty
     """Test the settings for long sequences too, which few other tests reach, at lengths that no tile divides."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs Hopper")
-    causal, dropout_p = mask != "full", 0.2 if mask == "dropout" else 0.0
-    for seq_q, seq_k in ((700, 700), (200, 330), (330, 200)) if causal else ((257, 140), (700, 700)):
+    dropout_p, band = 0.2 if mask == "dropout" else 0.0, mask if mask in ("window", "documents") else ""
+    causal_shapes = (True, 700, 700), (True, 200, 330), (True, 330, 200)
+    shapes = {
+        "full": ((False, 257, 140), (False, 700, 700)),
+        "documents": ((True, 700, 700), (True, 1500, 1500), (False, 1500, 1500)),  # above 1,024: a program per tile
+    }
+    for causal, seq_q, seq_k in shapes.get(mask, causal_shapes):
         case = Case(seq_q=seq_q, seq_k=seq_k, heads=4, kv_heads=2, head_dim=head_dim, dtype=dtype, causal=causal)
         for deterministic in (False, True) if pass_ == "backward" else (False,):
-            assert_launches_attention(case, "cuda", dropout_p, deterministic, **{pass_: config})
+            assert_launches_attention(case, "cuda", dropout_p, deterministic, band, **{pass_: config})
 
 
 @pytest.mark.gpu

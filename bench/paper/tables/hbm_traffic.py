@@ -22,7 +22,7 @@ from bench.paper.hbm_counters import counted, hbm_bytes
 from bench.paper.settings import PaperSettings
 from bench.paper.tables.tile_sizes import measure_tile
 from kernels.flash2.block_lists import BLOCK
-from kernels.flash2.tiles import TileConfig, hopper_config_for
+from kernels.flash2.tiles import TileConfig, hopper_config_for, mask_of
 
 TITLE = "Bytes to and from HBM"
 DENSE = "naive", "fused_softmax", "flash1", "sdpa_flash", "flash2"
@@ -68,7 +68,7 @@ def measure_attentions(sizes: dict, gpu: Gpu, settings: PaperSettings) -> Iterat
     for shape, names in ((full, DENSE), *((causal, (name,)) for name in CAUSAL)):
         attentions = {name: attention_named(name) for name in names}
         seen = seen_by(names[0], n) if names[0] in SPARSE else None
-        hopper = hopper_config_for("backward", HEAD_DIM, shape.causal, n) if arch == "sm_90" else None
+        hopper = hopper_config_for("backward", HEAD_DIM, mask_of(shape.causal, False), n) if arch == "sm_90" else None
         fused = hopper is not None and hopper.fused
         for row in measure_shape(shape, attentions, gpu, ROUNDS[settings.size], seen):
             variant, masked, pass_ = row["variant"], row["causal"], row["pass"]

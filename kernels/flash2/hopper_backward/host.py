@@ -60,11 +60,13 @@ def arguments_of(
     stats_block = (1 if stats.dtype == torch.float32 else m), stats.shape[1]
     tensors = (
         *(*parts(q, m), *parts(k, n), *parts(v, n), *parts(dout, m)),
-        *(blocks_of(stats, *stats_block), dq0, dq1, *parts(dk, n), *parts(dv, n), options.numbers),
+        *(blocks_of(stats, *stats_block), dq0, dq1, *parts(dk, n), *parts(dv, n)),
+        *(options.numbers, options.documents),
     )
-    sizes = batch, heads, heads // k.shape[2], seq_q, k.shape[1], section
+    sizes = batch, heads, heads // k.shape[2], seq_q, k.shape[1], section, options.window
     scalars = *sizes, options.scale, threshold(options.dropout_p), 1 / (1 - options.dropout_p)
-    return tensors, scalars, (d1, config.warps, config.stages, options.causal, dropout, fused, _LOADER_REGISTERS)
+    masks = options.causal, options.window > 0, options.documents is not None
+    return tensors, scalars, (d1, config.warps, config.stages, *masks, dropout, fused, _LOADER_REGISTERS)
 
 
 def backward_into(
@@ -76,7 +78,7 @@ def backward_into(
     The tensors q, dq, out and dout are (B, T, H, D), and k, v, dk and dv are (B, S, G, D). All have the same 16-bit
     dtype and a head size in the table. The stride along D is 1. The other strides and the addresses are multiples of
     16 bytes, and no stride is zero. The tensors logsumexp and dlogsumexp are (B, H, T) fp32, natural, contiguous. The
-    options have no window, documents or blocks.
+    options have no blocks.
 
     If given, sums (3, H, D) fp32 receives the sums of the gradients over B and T. It requires seq_q = seq_k, H = G,
     config.fused, no dropout and no dlogsumexp. If config is not fused, leave dq out and return the deltas (B, H, T).
@@ -99,7 +101,8 @@ def backward_into(
         scalars = *strides(out, dout), heads, seq_q, seq_k, 1 - options.dropout_p, options.scale
         constants = m, *split_head_dim(head_dim), dlogsumexp is not None, dropout, fused
         launch_kernel(delta_kernel, key, tiles, tensors, scalars, constants, num_warps=m // 16)
-        section = _section(key_tiles, config.resident, options.causal, q.device)
+        ordered = options.causal and not options.window and options.documents is None  # the first tiles are longest
+        section = _section(key_tiles, config.resident, ordered, q.device)
         arguments = arguments_of(accumulator, stats, dk, dv, dout, q, k, v, options, section, config)
         launch_kernel(main_kernel, key, batch * kv_heads * key_tiles, *arguments, **config.compiler_options)
         if fused:

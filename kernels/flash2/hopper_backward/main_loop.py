@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from kernels.common.head_rows import queries_of
 from kernels.flash2.hopper_backward.finish import in_register_order
 from kernels.flash2.hopper_backward.tile import add_product, both_halves, gradient_layout, half_of, ones_at, whole_tile
 from kernels.flash2.tiles import in_halves
@@ -56,7 +57,9 @@ def _each(warps):
 
 
 @gluon.jit
-def _producer(inputs, stats, buffers, stats_s, bars, batch, kv_head, j, heads, groups, tiles, first, D1: gl.constexpr):
+def _producer(
+    inputs, stats, buffers, stats_s, bars, batch, kv_head, j, heads, groups, tiles, first, stop, D1: gl.constexpr
+):  # fmt: skip
     """Do the job of one warp: load K and V once, then Q, its statistics and dO through rings of tiles.
 
     Slots of Q need no barrier of their own for being empty. The consumers release dO of a tile after they are done with
@@ -79,7 +82,7 @@ def _producer(inputs, stats, buffers, stats_s, bars, batch, kv_head, j, heads, g
     _load(k0, k1, k0_s, k1_s, k_full.index(0), batch, j, kv_head, K_BYTES, D1)
     t = 0
     for g in range(groups):
-        for m in range(first, tiles):
+        for m in range(first, stop):
             head = kv_head * groups + g
             row = STATS * ROWS * ((batch * heads + head) * tiles + m)
             s, o = t % QS, t % OS
@@ -101,14 +104,14 @@ def _producer(inputs, stats, buffers, stats_s, bars, batch, kv_head, j, heads, g
 
 
 @gluon.jit
-def _reducer(dq0, dq1, dq0_s, dq1_s, bars, batch, kv_head, heads, groups, tiles, first, D1: gl.constexpr):
+def _reducer(dq0, dq1, dq0_s, dq1_s, bars, batch, kv_head, heads, groups, tiles, first, stop, D1: gl.constexpr):
     """Do the job of one warp: add each tile of dQ to the accumulator, once the consumers release the tile's dO."""
     _, _, _, do_empty, dq_empty = bars
     ROWS: gl.constexpr = dq0.block_type.shape[0] + (dq1.block_type.shape[0] if D1 else 0)
     OS: gl.constexpr = do_empty.shape[0]
     t = 0
     for g in range(groups):
-        for m in range(first, tiles):
+        for m in range(first, stop):
             row = ((batch * heads + kv_head * groups + g) * tiles + m) * ROWS
             mbarrier.wait(do_empty.index(t % OS), t // OS & 1)
             # dQ leaves through TMA
@@ -149,8 +152,9 @@ def _write(outputs, buffers, dk, dk_1, dv, dv_1, scale, keep_scale, batch, j, kv
 @gluon.jit
 def _consumer(
     outputs, buffers, stats_s, ds_s, dq0_s, dq1_s, bars,
-    batch, kv_head, j, shape, tiles, first, full, scale, dropout,
-    WARPS: gl.constexpr, D1: gl.constexpr, CAUSAL: gl.constexpr, DROPOUT: gl.constexpr, FUSED: gl.constexpr,
+    batch, kv_head, j, shape, band, first, stop, full, full_end, scale, dropout,
+    WARPS: gl.constexpr, D1: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, DOCUMENTS: gl.constexpr,
+    DROPOUT: gl.constexpr, FUSED: gl.constexpr,
 ):  # fmt: skip
     """Do the job of WARPS warps: keep dK and dV of one key tile in registers and loop over the query tiles that see it.
 
@@ -199,9 +203,16 @@ def _consumer(
         dk_1 = warpgroup_mma_init(gl.zeros([N, D1], gl.float32, K1L))
         dv_1 = warpgroup_mma_init(gl.zeros([N, D1], gl.float32, K1L))
     scale_log2 = scale * LOG2_E
-    masked = (full, seq_k, offset)
+    o_j = j + gl.arange(0, N, layout=gl.SliceLayout(1, SL))
+    BANDED: gl.constexpr = WINDOW or DOCUMENTS
+    first_query, end_query = full, full
+    if BANDED:
+        documents, window = band
+        first_query, end_query = queries_of(
+            o_j, documents, batch, offset, seq_q, seq_k, window, CAUSAL, WINDOW, DOCUMENTS
+        )
+    masked = (full, full_end, seq_k, offset, first_query, end_query)
     if DROPOUT:
-        o_j = j + gl.arange(0, N, layout=gl.SliceLayout(1, SL))
         p_keys = numbers + (batch * heads + kv_head * groups).to(gl.int64) * (seq_q + seq_k) + seq_q + o_j
     of_lse, of_delta = 0, 0
     if IN_PRODUCTS and not IN_HALVES:
@@ -217,7 +228,7 @@ def _consumer(
         a_kt = b_k0.permute([1, 0]).load(gl.DotOperandLayout(0, QTL, 2))
     t = 0
     for g in range(groups):
-        for m in range(first, tiles):
+        for m in range(first, stop):
             s, o = t % QS, t % OS
             b_ds = ds_s.index(t % ds_s.shape[0]) if FUSED else ds_s
             b_q0, b_do0 = q0_s.index(s).reshape([M, D0]), do0_s.index(o).reshape([M, D0])
@@ -235,7 +246,7 @@ def _consumer(
                 ds16, dk, dk_1, dv, dv_1 = both_halves(
                     (a_k0, b_k1, a_v0, b_v1), (b_q0, b_q1, b_do0, b_do1), (b_lse, b_delta), b_ds,
                     q_full.index(s), t // QS & 1, do_full.index(o), t // OS & 1, dk, dk_1, dv, dv_1,
-                    j, m * M, masked, scale_log2, SL, D1, WARPS, CAUSAL, IN_PRODUCTS,
+                    j, m * M, masked, scale_log2, SL, D1, WARPS, CAUSAL, BANDED, IN_PRODUCTS,
                 )  # fmt: skip
                 b_q0, b_q1 = half_of(b_q0, 1), half_of(b_q1, 1)
             else:
@@ -246,7 +257,7 @@ def _consumer(
                     (a_k0, b_k1, a_v0, b_v1), (b_q0, b_q1, b_do0, b_do1), stats_s, STATS * s, b_ds,
                     q_full.index(s), t // QS & 1, do_full.index(o), t // OS & 1, dv, dv_1, (of_lse, of_delta),
                     j, m * M, masked, scale_log2, dropped,
-                    SL, D1, WARPS, CAUSAL, DROPOUT, FUSED,
+                    SL, D1, WARPS, CAUSAL, BANDED, DROPOUT, FUSED,
                 )  # fmt: skip
             # dQ = dS K  [M, D], or dQ^T = K^T dS^T  [D, M]
             if FUSED:
@@ -321,18 +332,19 @@ def _place(all_heads, key_tiles, section):
     return first + program % width, program // width
 
 
-@gluon.jit(do_not_specialize=["batches", "heads", "groups", "seq_q", "seq_k", "section", "threshold"])
+@gluon.jit(do_not_specialize=["batches", "heads", "groups", "seq_q", "seq_k", "section", "window", "threshold"])
 def main_kernel(
-    q0, q1, k0, k1, v0, v1, do0, do1, stats, dq0, dq1, dk0, dk1, dv0, dv1, numbers,
-    batches, heads, groups, seq_q, seq_k, section, scale, threshold, keep_scale,
-    D1: gl.constexpr, WARPS: gl.constexpr, OS: gl.constexpr, CAUSAL: gl.constexpr, DROPOUT: gl.constexpr,
-    FUSED: gl.constexpr, REGISTERS: gl.constexpr,
+    q0, q1, k0, k1, v0, v1, do0, do1, stats, dq0, dq1, dk0, dk1, dv0, dv1, numbers, documents,
+    batches, heads, groups, seq_q, seq_k, section, window, scale, threshold, keep_scale,
+    D1: gl.constexpr, WARPS: gl.constexpr, OS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+    DOCUMENTS: gl.constexpr, DROPOUT: gl.constexpr, FUSED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute dK and dV and add up dQ. WARPS warps compute; two more, with REGISTERS per thread, load and add up dQ.
 
     q0 to do1, dk0 to dv1: descriptors of the two parts of (B, length, heads, head_dim), None for an empty part 1.
     stats: as delta_kernel writes it. dq0, dq1: the accumulator in rows of 256 floats, None if not FUSED.
-    numbers: dropout's, or None. Grid: B * (heads / groups) * cdiv(seq_k, N), in the order of _place.
+    numbers: dropout's, or None. documents and window: as in the plain kernel, or None and 0.
+    Grid: B * (heads / groups) * cdiv(seq_k, N), in the order of _place.
     """
     M: gl.constexpr = q0.block_type.shape[1]
     N: gl.constexpr = k0.block_type.shape[1]
@@ -342,10 +354,18 @@ def main_kernel(
     bg, tile = _place(batches * kv_heads, gl.cdiv(seq_k, N), section)
     batch, kv_head, j = bg // kv_heads, bg % kv_heads, tile * N
     tiles = gl.cdiv(seq_q, M)
-    first, full = 0, 0  # the first query tile that sees these keys, the first query that needs no mask
+    # The query tiles [first, stop) see some of these keys; the queries [full, full_end) see all of them.
+    first, stop, full, full_end = 0, tiles, 0, seq_q
     if CAUSAL:
         first = gl.maximum(j - (seq_k - seq_q), 0) // M
         full = gl.maximum(j + N - 1 - (seq_k - seq_q), 0)
+    if WINDOW or DOCUMENTS:
+        offset, last = seq_k - seq_q, gl.minimum(j + N, seq_k) - 1
+        start, full_end = queries_of(j, documents, batch, offset, seq_q, seq_k, window, CAUSAL, WINDOW, DOCUMENTS)
+        full, end = queries_of(last, documents, batch, offset, seq_q, seq_k, window, CAUSAL, WINDOW, DOCUMENTS)
+        # One tile at least, because the consumers wait for V, which the first tile brings. It may be all masked.
+        first = gl.minimum(gl.maximum(start, 0) // M, tiles - 1)
+        stop = gl.maximum(gl.cdiv(end, M), first + 1)
     full = gl.where(j + N > seq_k, seq_q, full)
 
     # Shared memory: K, V [N, D]; Q, dO [M, D] in rings; statistics; dS^T [N, M]; dQ [M, D]
@@ -388,16 +408,16 @@ def main_kernel(
         [
             (
                 _consumer,
-                (outputs, buffers, stats_s, ds_s, dq0_s, dq1_s, bars, batch, kv_head, j, shape, tiles, first, full,
-                 scale, dropout, WARPS, D1, CAUSAL, DROPOUT, FUSED),
+                (outputs, buffers, stats_s, ds_s, dq0_s, dq1_s, bars, batch, kv_head, j, shape, (documents, window),
+                 first, stop, full, full_end, scale, dropout, WARPS, D1, CAUSAL, WINDOW, DOCUMENTS, DROPOUT, FUSED),
             ),
             (
                 _producer,
-                (inputs, stats, buffers, stats_s, bars, batch, kv_head, j, heads, groups, tiles, first, D1),
+                (inputs, stats, buffers, stats_s, bars, batch, kv_head, j, heads, groups, tiles, first, stop, D1),
             ),
             (
                 _reducer,
-                (dq0, dq1, dq0_s, dq1_s, bars, batch, kv_head, heads, added, tiles, first, D1),
+                (dq0, dq1, dq0_s, dq1_s, bars, batch, kv_head, heads, added, tiles, first, stop, D1),
             ),
         ],
         [1, 1],

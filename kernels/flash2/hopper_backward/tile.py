@@ -56,8 +56,11 @@ def ones_at(first: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _mask(s_t, j, i, seq_k, offset, CAUSAL: gl.constexpr):
+def _mask(s_t, j, i, masked, CAUSAL: gl.constexpr, BANDED: gl.constexpr):
     """Return S^T [N, M] with -inf for hidden keys. Under the causal mask no query sees past seq_k."""
+    _full, _full_end, seq_k, offset, first, end = masked
+    if BANDED:
+        return hide(hide(s_t, first - i, False), end - 1 - i, True)
     LAYOUT: gl.constexpr = s_t.type.layout
     o_n = gl.arange(0, s_t.shape[0], layout=gl.SliceLayout(1, LAYOUT))
     if CAUSAL:
@@ -67,11 +70,17 @@ def _mask(s_t, j, i, seq_k, offset, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def _probabilities(s_t, lse, j, i, masked, scale_log2, CAUSAL: gl.constexpr):
-    """Return P^T [N, M]; tiles whose first query is before `full` need the mask."""
-    full, seq_k, offset = masked
-    if i < full:
-        s_t = _mask(s_t, j, i, seq_k, offset, CAUSAL)
+def _probabilities(s_t, lse, j, i, masked, scale_log2, CAUSAL: gl.constexpr, BANDED: gl.constexpr):
+    """Return P^T [N, M]. Tiles with queries before `full` or, if BANDED, from `full_end` on need the mask.
+
+    masked: full, full_end, seq_k, seq_k - seq_q, and if BANDED first and end [N] of the queries that see each key.
+    """
+    full, full_end = masked[0], masked[1]
+    hidden = i < full
+    if BANDED:
+        hidden = hidden | (i + s_t.shape[1] > full_end)
+    if hidden:
+        s_t = _mask(s_t, j, i, masked, CAUSAL, BANDED)
     return gl.exp2(s_t * scale_log2 - lse)
 
 
@@ -79,8 +88,8 @@ def _probabilities(s_t, lse, j, i, masked, scale_log2, CAUSAL: gl.constexpr):
 def whole_tile(
     keys, queries, stats_s, row, ds_s, q_full, q_phase, do_full, do_phase, dv, dv_1, ones,
     j, i, masked, scale_log2, dropout,
-    SL: gl.constexpr, D1: gl.constexpr, WARPS: gl.constexpr, CAUSAL: gl.constexpr, DROPOUT: gl.constexpr,
-    FUSED: gl.constexpr,
+    SL: gl.constexpr, D1: gl.constexpr, WARPS: gl.constexpr, CAUSAL: gl.constexpr, BANDED: gl.constexpr,
+    DROPOUT: gl.constexpr, FUSED: gl.constexpr,
 ):  # fmt: skip
     """Return dS^T [N, M] of a tile of queries, rounded, and dV with P^T dO issued. If FUSED, store dS^T to ds_s too.
 
@@ -118,7 +127,7 @@ def whole_tile(
         # Load late: the products use these registers until S is done. The same holds for delta.
         lse = stats_s.index(row).reshape([M]).load(ROW)[None, :]
     # P^T = exp(S^T - logsumexp)  [N, M]
-    p_t = _probabilities(s_t, lse, j, i, masked, scale_log2, CAUSAL)
+    p_t = _probabilities(s_t, lse, j, i, masked, scale_log2, CAUSAL, BANDED)
     if DROPOUT:
         of_keys = gl.load(p_keys, mask=mask, other=0)
         of_keys = of_keys.to(gl.uint32, bitcast=True)
@@ -175,7 +184,8 @@ def _statistic(stats, row: gl.constexpr, h: gl.constexpr, SL: gl.constexpr, IN_P
 @gluon.jit
 def both_halves(
     keys, queries, stats, ds_s, q_full, q_phase, do_full, do_phase, dk, dk_1, dv, dv_1, j, i, masked, scale_log2,
-    SL: gl.constexpr, D1: gl.constexpr, WARPS: gl.constexpr, CAUSAL: gl.constexpr, IN_PRODUCTS: gl.constexpr,
+    SL: gl.constexpr, D1: gl.constexpr, WARPS: gl.constexpr, CAUSAL: gl.constexpr, BANDED: gl.constexpr,
+    IN_PRODUCTS: gl.constexpr,
 ):  # fmt: skip
     """Return the second half's dS^T, rounded, and dK and dV; the caller issues dK += dS^T Q of the second half.
 
@@ -199,7 +209,8 @@ def both_halves(
     mbarrier.wait(do_full, do_phase)
     dp_t = _product_of_half(v0, v1, do0, do1, 0, of_delta, stats[0], zeros, D1, IN_PRODUCTS)
     s_t = warpgroup_mma_wait(S_PARTS, deps=(s_t,))
-    p_t = _probabilities(s_t, _statistic(stats, 0, 0, SL, IN_PRODUCTS), j, i, masked, scale_log2, CAUSAL)
+    lse = _statistic(stats, 0, 0, SL, IN_PRODUCTS)
+    p_t = _probabilities(s_t, lse, j, i, masked, scale_log2, CAUSAL, BANDED)
     p16 = p_t.to(dtype)
     dp_t = warpgroup_mma_wait(0, deps=(dp_t,))
     ds16 = (p_t * (dp_t - _statistic(stats, 1, 0, SL, IN_PRODUCTS))).to(dtype)
@@ -211,7 +222,8 @@ def both_halves(
     dk, dk_1 = add_product(ds16, half_of(q0, 0), half_of(q1, 0), dk, dk_1, D1, WARPS)
     # Second half: P^T, dS^T, dV += P^T dO
     s_t = warpgroup_mma_wait(S_PARTS + PARTS, deps=(s_t,))
-    p_t = _probabilities(s_t, _statistic(stats, 0, 1, SL, IN_PRODUCTS), j, i + M, masked, scale_log2, CAUSAL)
+    lse = _statistic(stats, 0, 1, SL, IN_PRODUCTS)
+    p_t = _probabilities(s_t, lse, j, i + M, masked, scale_log2, CAUSAL, BANDED)
     p16 = p_t.to(dtype)
     dp_t = warpgroup_mma_wait(PARTS, deps=(dp_t,))
     ds16 = (p_t * (dp_t - _statistic(stats, 1, 1, SL, IN_PRODUCTS))).to(dtype)

@@ -28,28 +28,31 @@ def arguments_of(
         return blocks_of(x, 1, rows, 1, d0), blocks_of(x, 1, rows, 1, d1) if d1 else None
 
     tensors = *parts(q, ROWS.value), *parts(k, config.keys), *parts(v, config.keys), out, logsumexp, options.numbers
-    sizes = batch, heads, heads // k.shape[2], seq_q, k.shape[1], section
+    sizes = batch, heads, heads // k.shape[2], seq_q, k.shape[1], section, options.window
     scalars = *sizes, options.scale, threshold(options.dropout_p), 1 / (1 - options.dropout_p)
     registers = CONSUMER_REGISTERS[config.consumers], PRODUCER_REGISTERS
     shape = config.keys, config.stages, config.consumers, d0, d1
-    return tensors, scalars, (*shape, options.causal, options.dropout_p > 0, *registers)
+    masks = options.causal, options.window > 0, options.documents is not None
+    return (*tensors, options.documents), scalars, (*shape, *masks, options.dropout_p > 0, *registers)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, config: HopperForwardConfig) -> tuple[Tensor, Tensor]:
     """Return O (B, T, H, D) contiguous and the natural logsumexp (B, H, T) fp32; no visible key gives 0 and -inf.
 
     q (B, T, H, D), k and v (B, S, G, D) with H a multiple of G and D = 64, 80, 96 or 128, in bf16 or fp16 on an sm_90
-    device. Unit stride along D; other strides and the addresses are multiples of 16 bytes. options has no window,
-    documents or blocks.
+    device. Unit stride along D; other strides and the addresses are multiples of 16 bytes. options has no blocks.
     """
     (batch, seq_q, heads, head_dim), (seq_k, kv_heads) = q.shape, k.shape[1:3]
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     logsumexp = torch.empty((batch, heads, seq_q), dtype=torch.float32, device=q.device)
     rows = -(-seq_q // config.queries)
-    programs = min(batch * heads * rows, multiprocessors(q.device))
+    programs = tiles = batch * heads * rows
+    if options.documents is None or seq_k <= 1024:  # long documents make tiles unequal: the GPU then deals them out
+        programs = min(tiles, multiprocessors(q.device))
     bytes_of_head = -(-2 * seq_k * head_dim * k.element_size() * kv_heads // heads)
     shape = batch * heads, seq_q, seq_k
-    section = section_size(shape, bytes_of_head, programs, config) if options.causal else 1
+    unequal = options.causal and not options.window and options.documents is None  # and known here
+    section = section_size(shape, bytes_of_head, programs, config) if unequal else 1
     arguments = arguments_of(q, k, v, out, logsumexp, options, section, config)
     with torch.cuda.device_of(q):
         launch_kernel(forward_kernel, (q.dtype, q.device, head_dim), programs, *arguments, num_warps=4)

@@ -20,12 +20,14 @@ from kernels.flash2.hopper_forward.tile import (
     key_numbers,
     load_queries,
     mask,
+    needs_mask,
     new_maxima,
     partial_sums,
     query_numbers,
     rescale,
     softmax,
     store_tile,
+    visible_keys,
     wait_for_output,
 )
 from kernels.hopper.gluon_versions import tma_load
@@ -64,9 +66,9 @@ def _copy(x0, x1, batch, row, head, slots0, slots1, slot, full, D0: gl.constexpr
 
 @gluon.jit
 def _producer(
-    rings, reads, shape,
+    rings, reads, shape, band,
     N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, DOCUMENTS: gl.constexpr,
 ):  # fmt: skip
     """Do the job of one warp: load each tile's Q, then K of each block together with V of the block before.
 
@@ -80,7 +82,7 @@ def _producer(
     it = 0
     v_batch, v_row, v_head = 0, 0, 0
     for n in range(count_tiles(batches * heads * gl.cdiv(seq_q, M))):
-        batch, head, i, blocks = tile_at(n, shape, M, N, CAUSAL)
+        batch, head, i, begin, blocks = tile_at(n, shape, band, M, N, CAUSAL, WINDOW, DOCUMENTS)
         kv_head = head // groups
         # Q [64, D] of each consumer
         for c in gl.static_range(CONSUMERS):
@@ -94,10 +96,10 @@ def _producer(
             mbarrier.wait(empty.index(slot), (it // STAGES + 1) & 1)
             mbarrier.expect(full.index(slot), BYTES, pred=it == 0)
             mbarrier.expect(full.index(slot), 2 * BYTES, pred=it > 0)
-            _copy(k0, k1, batch, j * N, kv_head, k_slots[0], k_slots[1], slot, full.index(slot), D0, D1)
+            _copy(k0, k1, batch, (begin + j) * N, kv_head, k_slots[0], k_slots[1], slot, full.index(slot), D0, D1)
             if it > 0:
                 _copy(v0, v1, v_batch, v_row, v_head, v_slots[0], v_slots[1], slot, full.index(slot), D0, D1)
-            v_batch, v_row, v_head = batch, j * N, kv_head
+            v_batch, v_row, v_head = batch, (begin + j) * N, kv_head
             it += 1
     # V of the last block
     slot = it % STAGES
@@ -113,9 +115,9 @@ def _wait_for_use(barriers, n, SLOTS: gl.constexpr):
 
 @gluon.jit
 def _walk(
-    it, p, m, l, q0, q1, rings, batch, head, i, full_blocks, own, shape, scale_log2, dropout,
+    it, p, m, l, q0, q1, rings, batch, head, i, begin, counts, seen, shape, scale_log2, dropout,
     SPARE: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, D0: gl.constexpr,
-    D1: gl.constexpr, CAUSAL: gl.constexpr, DROPOUT: gl.constexpr,
+    D1: gl.constexpr, CAUSAL: gl.constexpr, BANDED: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
     """Compute the key blocks 1 to `own` of a tile: S of each block, and P V of the block before.
 
@@ -127,6 +129,7 @@ def _walk(
     # one of the barriers then coincides with the wait for the next block, and neither delays a product.
     LATE: gl.constexpr = STAGES > 3 and not EACH
     AFTER: gl.constexpr = _after_products(D0 + D1)
+    full_begin, full_end, own = counts
     numbers, threshold, _ = dropout
     of_queries = query_numbers(numbers, batch, head, i, shape, N, DROPOUT)
     acc0 = warpgroup_mma_init(gl.zeros([ROWS, D0], gl.float32, accumulator_layout(D0)))
@@ -141,11 +144,11 @@ def _walk(
         s = issue_scores(q0, q1, k_slots, slot, N, D0, D1)
         # O += P V of block j - 1  [64, D0 + D1]
         acc0, acc1 = issue_output(p, v_slots, slot, acc0, acc1, N, D0, D1)
-        of_keys = key_numbers(numbers, batch, head, j * N, shape, N, DROPOUT)
+        of_keys = key_numbers(numbers, batch, head, (begin + j) * N, shape, N, DROPOUT)
         s = warpgroup_mma_wait(2 if D1 else 1, deps=(s,))
         # softmax, under P V
-        if j >= full_blocks:
-            s = mask(s, i, j * N, shape[2], shape[3], SPARE, N, CAUSAL)
+        if needs_mask(j, full_begin, full_end, BANDED):
+            s = mask(s, i, (begin + j) * N, seen, shape[2], shape[3], SPARE, N, CAUSAL, BANDED)
         m_new, shift = new_maxima(s, m, scale_log2, D1)
         if not AFTER:
             b_p, l, alpha = softmax(s, shift, m, l, scale_log2)
@@ -175,9 +178,9 @@ def _walk(
 
 @gluon.jit
 def _consumer(
-    C: gl.constexpr, rings, writes, shape, dropout,
+    C: gl.constexpr, rings, writes, shape, band, dropout,
     N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr,
-    CAUSAL: gl.constexpr, DROPOUT: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, DOCUMENTS: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
     """Do the job of warpgroup C: compute O and the logsumexp of rows 64 C to 64 C + 64 of every tile of this program.
 
@@ -192,6 +195,7 @@ def _consumer(
     AFTER: gl.constexpr = _after_products(D0 + D1)
     SPARE: gl.constexpr = D0 + D1 == 64 and CONSUMERS == 2
     HELD: gl.constexpr = N + D0 + D1 <= 208 and CONSUMERS == 2 and not DROPOUT
+    BANDED: gl.constexpr = WINDOW or DOCUMENTS
     M: gl.constexpr = ROWS * CONSUMERS
     LAYOUT: gl.constexpr = gl.SliceLayout(1, accumulator_layout(N))
     count = count_tiles(batches * heads * gl.cdiv(seq_q, M))
@@ -200,32 +204,34 @@ def _consumer(
 
     # Block 0 of the first tile: S = Q K^T, then softmax
     it = 0
-    batch, head, i, blocks = tile_at(0, shape, M, N, CAUSAL)
+    batch, head, i, begin, blocks = tile_at(0, shape, band, M, N, CAUSAL, WINDOW, DOCUMENTS)
     i += C * ROWS
-    first_full, _ = count_blocks(i, seq_q, seq_k, blocks, N, CAUSAL)
+    counts = count_blocks(i, batch, shape, band, begin, blocks, N, CAUSAL, WINDOW, DOCUMENTS)
+    seen = visible_keys(i, batch, shape, band, LAYOUT, CAUSAL, WINDOW, DOCUMENTS)
     mbarrier.wait(q_full.index(C), 0)
     q0, q1 = load_queries(q_slots, C, HELD, N, D0, D1)
     mbarrier.wait(full.index(0), 0)
     s = issue_scores(q0, q1, k_slots, 0, N, D0, D1)
     s = warpgroup_mma_wait(0, deps=(s,))
     release(empty.index(0), EACH)
-    if first_full == 0:
-        s = mask(s, i, 0, seq_q, seq_k, SPARE, N, CAUSAL)
+    if needs_mask(0, counts[0], counts[1], BANDED):
+        s = mask(s, i, begin * N, seen, seq_q, seq_k, SPARE, N, CAUSAL, BANDED)
     m, shift = new_maxima(s, none, scale_log2, D1)
     b_p, l, _ = softmax(s, shift, none, zero, scale_log2)
     of_queries = query_numbers(numbers, batch, head, i, shape, N, DROPOUT)
-    of_keys = key_numbers(numbers, batch, head, 0, shape, N, DROPOUT)
+    of_keys = key_numbers(numbers, batch, head, begin * N, shape, N, DROPOUT)
     p = as_operand(drop(b_p, of_queries, of_keys, threshold, DROPOUT), out.dtype.element_ty, D0)
     _wait_for_use(full, 1, STAGES)
 
     for n in range(count):
         # Blocks 1 to own of this tile
-        full_blocks, own = count_blocks(i, seq_q, seq_k, blocks, N, CAUSAL)
+        counts = count_blocks(i, batch, shape, band, begin, blocks, N, CAUSAL, WINDOW, DOCUMENTS)
+        own = counts[2]
         q_slot = n % 2 * CONSUMERS + C
         q0, q1 = load_queries(q_slots, q_slot, HELD, N, D0, D1)
         p, acc0, acc1, m, l = _walk(
-            it, p, m, l, q0, q1, rings, batch, head, i, full_blocks, own, shape, scale_log2, dropout,
-            SPARE, N, STAGES, CONSUMERS, D0, D1, CAUSAL, DROPOUT,
+            it, p, m, l, q0, q1, rings, batch, head, i, begin, counts, seen, shape, scale_log2, dropout,
+            SPARE, N, STAGES, CONSUMERS, D0, D1, CAUSAL, BANDED, DROPOUT,
         )  # fmt: skip
         release(q_empty.index(q_slot), EACH)
         v_slot = (it + own) % STAGES
@@ -237,20 +243,21 @@ def _consumer(
             shared = own == blocks
             it += blocks
             # S of the next tile's block 0, and this tile's last O += P V
-            next_batch, next_head, next_i, blocks = tile_at(n + 1, shape, M, N, CAUSAL)
+            next_batch, next_head, next_i, begin, blocks = tile_at(n + 1, shape, band, M, N, CAUSAL, WINDOW, DOCUMENTS)
             next_i += C * ROWS
-            next_full, _ = count_blocks(next_i, seq_q, seq_k, blocks, N, CAUSAL)
+            next_counts = count_blocks(next_i, next_batch, shape, band, begin, blocks, N, CAUSAL, WINDOW, DOCUMENTS)
+            seen = visible_keys(next_i, next_batch, shape, band, LAYOUT, CAUSAL, WINDOW, DOCUMENTS)
             q_slot = (n + 1) % 2 * CONSUMERS + C
             mbarrier.wait(q_full.index(q_slot), (n + 1) // 2 & 1)
             q0, q1 = load_queries(q_slots, q_slot, HELD, N, D0, D1)
             s = issue_scores(q0, q1, k_slots, it % STAGES, N, D0, D1)
             acc0, acc1 = issue_output(p, v_slots, v_slot, acc0, acc1, N, D0, D1)
             of_queries = query_numbers(numbers, next_batch, next_head, next_i, shape, N, DROPOUT)
-            of_keys = key_numbers(numbers, next_batch, next_head, 0, shape, N, DROPOUT)
+            of_keys = key_numbers(numbers, next_batch, next_head, begin * N, shape, N, DROPOUT)
             s = warpgroup_mma_wait(2 if D1 else 1, deps=(s,))
             # softmax of the next tile's block 0
-            if next_full == 0:
-                s = mask(s, next_i, 0, seq_q, seq_k, SPARE, N, CAUSAL)
+            if needs_mask(0, next_counts[0], next_counts[1], BANDED):
+                s = mask(s, next_i, begin * N, seen, seq_q, seq_k, SPARE, N, CAUSAL, BANDED)
             next_m, shift = new_maxima(s, none, scale_log2, D1)
             if not AFTER:
                 b_p, next_l, _ = softmax(s, shift, none, zero, scale_log2)
@@ -287,18 +294,20 @@ def _slots(x0, x1, SLOTS: gl.constexpr, D1: gl.constexpr):
     return slots0, slots1
 
 
-@gluon.jit(do_not_specialize=["batches", "heads", "groups", "seq_q", "seq_k", "section", "threshold"])
+@gluon.jit(do_not_specialize=["batches", "heads", "groups", "seq_q", "seq_k", "section", "window", "threshold"])
 def forward_kernel(
-    q0, q1, k0, k1, v0, v1, out, logsumexp, numbers,
-    batches, heads, groups, seq_q, seq_k, section, scale, threshold, keep_scale,
+    q0, q1, k0, k1, v0, v1, out, logsumexp, numbers, documents,
+    batches, heads, groups, seq_q, seq_k, section, window, scale, threshold, keep_scale,
     N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr,
-    CAUSAL: gl.constexpr, DROPOUT: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, DOCUMENTS: gl.constexpr, DROPOUT: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute O (batches, seq_q, heads, D0 + D1) and the natural logsumexp (batches, heads, seq_q) fp32, contiguous.
 
     Descriptors: q0 reads [1, 64, 1, D0] of Q (batches, seq_q, heads, D0 + D1); k0 and v0 read [1, N, 1, D0] of K and V
     (batches, seq_k, heads / groups, D0 + D1); q1, k1 and v1 read the other D1 columns, or are None. numbers belongs to
-    dropout, or is None. Grid: any number of programs up to the number of tiles.
+    dropout, or is None. documents and window are as in the plain kernel, or None and 0.
+    Grid: any number of programs up to the number of tiles.
     """
     gl.static_assert(STAGES >= 2)  # a consumer waits for a block before it releases the slot of the block before
     # Otherwise one consumer could have two blocks more than another, and wait for a slot that the other must release.
@@ -313,25 +322,46 @@ def forward_kernel(
     shape = (batches, heads, seq_q, seq_k, section)
     reads = (q0, q1, k0, k1, v0, v1, groups)
     writes = (out, logsumexp, scale * LOG2_E)
+    band = (documents, window)
     dropout = (numbers, threshold, keep_scale)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consumer, (0, rings, writes, shape, dropout, N, STAGES, CONSUMERS, D0, D1, CAUSAL, DROPOUT)),
-                (_consumer, (1, rings, writes, shape, dropout, N, STAGES, CONSUMERS, D0, D1, CAUSAL, DROPOUT)),
-                (_producer, (rings, reads, shape, N, STAGES, CONSUMERS, D0, D1, CAUSAL)),
+                (
+                    _consumer,
+                    (0, rings, writes, shape, band, dropout,
+                     N, STAGES, CONSUMERS, D0, D1, CAUSAL, WINDOW, DOCUMENTS, DROPOUT),
+                ),
+                (
+                    _consumer,
+                    (1, rings, writes, shape, band, dropout,
+                     N, STAGES, CONSUMERS, D0, D1, CAUSAL, WINDOW, DOCUMENTS, DROPOUT),
+                ),
+                (_producer, (rings, reads, shape, band, N, STAGES, CONSUMERS, D0, D1, CAUSAL, WINDOW, DOCUMENTS)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )
+        )  # fmt: skip
     else:
         gl.warp_specialize(
             [
-                (_consumer, (0, rings, writes, shape, dropout, N, STAGES, CONSUMERS, D0, D1, CAUSAL, DROPOUT)),
-                (_consumer, (1, rings, writes, shape, dropout, N, STAGES, CONSUMERS, D0, D1, CAUSAL, DROPOUT)),
-                (_consumer, (2, rings, writes, shape, dropout, N, STAGES, CONSUMERS, D0, D1, CAUSAL, DROPOUT)),
-                (_producer, (rings, reads, shape, N, STAGES, CONSUMERS, D0, D1, CAUSAL)),
+                (
+                    _consumer,
+                    (0, rings, writes, shape, band, dropout,
+                     N, STAGES, CONSUMERS, D0, D1, CAUSAL, WINDOW, DOCUMENTS, DROPOUT),
+                ),
+                (
+                    _consumer,
+                    (1, rings, writes, shape, band, dropout,
+                     N, STAGES, CONSUMERS, D0, D1, CAUSAL, WINDOW, DOCUMENTS, DROPOUT),
+                ),
+                (
+                    _consumer,
+                    (2, rings, writes, shape, band, dropout,
+                     N, STAGES, CONSUMERS, D0, D1, CAUSAL, WINDOW, DOCUMENTS, DROPOUT),
+                ),
+                (_producer, (rings, reads, shape, band, N, STAGES, CONSUMERS, D0, D1, CAUSAL, WINDOW, DOCUMENTS)),
             ],
             [4, 4, 1],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )
+        )  # fmt: skip

@@ -9,6 +9,7 @@ import numpy as np
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from kernels.common.head_rows import keys_of
 from kernels.flash2.tiles import HopperForwardConfig
 
 CACHED = 24 * 2**20  # bytes of K and V, half of the H200's L2 cache
@@ -26,8 +27,11 @@ def count_tiles(tiles):
 
 
 @gluon.jit
-def tile_at(n, shape, M: gl.constexpr, N: gl.constexpr, CAUSAL: gl.constexpr):
-    """Return batch, head, first query and number of key blocks of this program's n-th tile.
+def tile_at(
+    n, shape, band, M: gl.constexpr, N: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+    DOCUMENTS: gl.constexpr,
+):  # fmt: skip
+    """Return batch, head, first query, first key block and number of key blocks of this program's n-th tile.
 
     All tiles of one section come before those of the next section. Under a causal mask tiles differ in length. Within
     a section the longest tiles come first, dealt back and forth over the programs, which balances their work.
@@ -41,7 +45,7 @@ def tile_at(n, shape, M: gl.constexpr, N: gl.constexpr, CAUSAL: gl.constexpr):
     width = gl.minimum(section, batches * heads - first)
     bh = first + t % width
     i = (rows - 1 - t // width) * M
-    blocks = gl.cdiv(seq_k, N)
+    begin, blocks = 0, gl.cdiv(seq_k, N)
     if CAUSAL:
         # Every other section, counted from the last one, has its shortest tiles first. Tiles are then equally long on
         # both sides of a boundary between sections.
@@ -49,7 +53,20 @@ def tile_at(n, shape, M: gl.constexpr, N: gl.constexpr, CAUSAL: gl.constexpr):
         i = gl.where(after % 2 == 0, i, (rows - 1) * M - i)
         # A tile has at least one block, even if its queries see no key, because it must write their zeros.
         blocks = gl.minimum(blocks, gl.maximum(gl.cdiv(i + M + seq_k - seq_q, N), 1))
-    return bh // heads, bh % heads, i, blocks
+    if WINDOW or DOCUMENTS:
+        start, _ = keys_at(i, bh // heads, shape, band, CAUSAL, WINDOW, DOCUMENTS)
+        _, stop = keys_at(gl.minimum(i + M, seq_q) - 1, bh // heads, shape, band, CAUSAL, WINDOW, DOCUMENTS)
+        begin = gl.maximum(start, 0) // N
+        blocks = gl.maximum(gl.cdiv(stop, N) - begin, 1)
+    return bh // heads, bh % heads, i, begin, blocks
+
+
+@gluon.jit
+def keys_at(o_i, batch, shape, band, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, DOCUMENTS: gl.constexpr):
+    """Return first and end of the keys that the queries o_i see; see head_rows.keys_of."""
+    documents, window = band
+    _batches, _heads, seq_q, seq_k, _section = shape
+    return keys_of(o_i, documents, batch, seq_k - seq_q, seq_q, seq_k, window, CAUSAL, WINDOW, DOCUMENTS)
 
 
 @lru_cache(4096)

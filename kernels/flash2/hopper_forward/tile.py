@@ -7,6 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_init, warpgroup_mma_wait
 
+from kernels.flash2.hopper_forward.schedule import keys_at
 from kernels.flash2.triton_kernels.common import natural_logsumexp
 from kernels.hopper.warpgroups import hide
 
@@ -78,22 +79,67 @@ def wait_for_output(acc0, acc1, p, D1: gl.constexpr):
 
 
 @gluon.jit
-def count_blocks(i, seq_q, seq_k, blocks, N: gl.constexpr, CAUSAL: gl.constexpr):
-    """Return how many key blocks the rows i to i + 64 see without a mask, and how many they see in all."""
-    full = gl.minimum(seq_k // N, blocks)
-    if CAUSAL:
-        i += seq_k - seq_q
-        full = gl.minimum(full, gl.maximum(i + 1, 0) // N)
-        blocks = gl.minimum(blocks, gl.maximum(gl.cdiv(i + ROWS, N), 1))
-    return full, blocks
+def count_blocks(
+    i, batch, shape, band, begin, blocks, N: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+    DOCUMENTS: gl.constexpr,
+):  # fmt: skip
+    """Return the first block that the rows i to i + 64 see without a mask, the block after the last such one, and how
+    many blocks the rows see in all. Blocks count from `begin`, the tile's first block.
+    """
+    _batches, _heads, seq_q, seq_k, _section = shape
+    if WINDOW or DOCUMENTS:
+        last = gl.minimum(i + ROWS, seq_q) - 1  # before i if all rows are past the last query
+        _, full = keys_at(gl.minimum(i, last), batch, shape, band, CAUSAL, WINDOW, DOCUMENTS)
+        full_begin, stop = keys_at(last, batch, shape, band, CAUSAL, WINDOW, DOCUMENTS)
+        own = blocks
+        if CAUSAL:
+            # Otherwise a consumer whose document ends early would leave the others more than one block behind.
+            own = gl.minimum(blocks, gl.maximum(gl.cdiv(stop, N) - begin, 1))
+        return gl.cdiv(gl.maximum(full_begin, 0), N) - begin, gl.maximum(full, 0) // N - begin, own
+    else:
+        full = gl.minimum(seq_k // N, blocks)
+        if CAUSAL:
+            i += seq_k - seq_q
+            full = gl.minimum(full, gl.maximum(i + 1, 0) // N)
+            blocks = gl.minimum(blocks, gl.maximum(gl.cdiv(i + ROWS, N), 1))
+        return 0, full, blocks
 
 
 @gluon.jit
-def mask(s, i, j, seq_q, seq_k, SPARE: gl.constexpr, N: gl.constexpr, CAUSAL: gl.constexpr):
-    """Return the scores S [64, N] with -inf for hidden keys.
+def needs_mask(j, full_begin, full, BANDED: gl.constexpr):
+    """Return whether some row does not see all keys of block j; full_begin and full as from count_blocks."""
+    if BANDED:
+        return (j < full_begin) | (j >= full)
+    else:
+        return j >= full
+
+
+@gluon.jit
+def visible_keys(
+    i, batch, shape, band, LAYOUT: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, DOCUMENTS: gl.constexpr
+):  # fmt: skip
+    """Return first and end [64] of the keys that the rows i to i + 64 see; placeholders without a window or documents.
+
+    Without them, `mask` computes the end anew in each block, which keeps no register alive.
+    """
+    if WINDOW or DOCUMENTS:
+        return keys_at(i + gl.arange(0, ROWS, layout=LAYOUT), batch, shape, band, CAUSAL, WINDOW, DOCUMENTS)
+    else:
+        return i, i
+
+
+@gluon.jit
+def mask(s, i, j, seen, seq_q, seq_k, SPARE: gl.constexpr, N: gl.constexpr, CAUSAL: gl.constexpr, BANDED: gl.constexpr):
+    """Return the scores S [64, N] with -inf for hidden keys. If BANDED, `seen` is what visible_keys returned.
 
     With registers to SPARE, the column numbers stay in registers, which is 2 % faster.
     """
+    first, end = seen
+    if BANDED:
+        s = hide(s, first - j, False)
+    if BANDED and not CAUSAL:
+        return hide(s, end - 1 - j, True)
+    # Under a causal mask a query's document or window ends with the query itself: compute the end anew in each block.
     o_i = gl.arange(0, ROWS, layout=gl.SliceLayout(1, s.type.layout))
     last = _last_key(i, o_i, j, seq_q, seq_k, CAUSAL)
     if SPARE:
