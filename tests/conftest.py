@@ -75,12 +75,15 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture(autouse=True)
-def no_idle_gpu_memory(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Return the memory that a GPU test has freed, so that several processes of pytest can share a GPU."""
+def no_traces_in_gpu_memory(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Return the memory that a GPU test has freed, so that several processes of pytest can share a GPU. Forget its
+    peak, which a later run in the same process would report as its own.
+    """
     yield
     if request.node.get_closest_marker("gpu"):
         gc.collect()
         torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 def pytest_collection_modifyitems(items):
