@@ -46,9 +46,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, config: HopperFor
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     logsumexp = torch.empty((batch, heads, seq_q), dtype=torch.float32, device=q.device)
     rows = -(-seq_q // config.queries)
-    programs = tiles = batch * heads * rows
-    if options.documents is None or seq_k <= 1024:  # long documents make tiles unequal: the GPU then deals them out
-        programs = min(tiles, multiprocessors(q.device))
+    tiles, places = batch * heads * rows, multiprocessors(q.device)
+    # Long documents make tiles unequal. The lengths of many tiles of a program average out. If there are few, start a
+    # program for each tile, and the GPU deals them out.
+    is_dealt = options.documents is not None and seq_k > 1024 and tiles < 24 * places
+    programs = tiles if is_dealt else min(tiles, places)
     bytes_of_head = -(-2 * seq_k * head_dim * k.element_size() * kv_heads // heads)
     shape = batch * heads, seq_q, seq_k
     unequal = options.causal and not options.window and options.documents is None  # and known here
