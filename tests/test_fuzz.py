@@ -138,6 +138,7 @@ def places(state: dict, depth: int = 2) -> list[tuple]:
     return [(key,) for key in state] + inner if depth else []
 
 
+@pytest.mark.slow
 @given(data=st.data(), junk=st.sampled_from(["nothing", None, "x", -1, [], {}]))
 @settings(fuzz, max_examples=12)
 def test_a_checkpoint_of_another_form_is_continued_or_refused_in_one_sentence(trained, tmp_path_factory, data, junk):

@@ -36,6 +36,7 @@ module.prepare(config, log=lambda line: print(line, flush=True))
 """
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_it_continues_to_the_same_bytes(tmp_path):
     """kill -9 after a random number of batches, each time with a different number of workers."""
     config = config_of(tmp_path)

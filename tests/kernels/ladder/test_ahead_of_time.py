@@ -11,6 +11,7 @@ from kernels import ladder
 from tests.e2e import ROOT, python_path
 from tests.kernels.ahead_of_time import SHARED_MEMORY
 
+pytestmark = pytest.mark.slow
 STEPS = *ladder.FORWARD, *ladder.BACKWARD
 # Instructions of the PTX for sm_90, by the idea of the step. compile_steps.py says what the words stand for.
 FORWARD = {

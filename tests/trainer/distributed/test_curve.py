@@ -9,7 +9,10 @@ from tests.several import GLOBAL, assert_same_curve, train_together
 
 @pytest.mark.parametrize(
     ("processes", "device"),
-    [(2, "cpu"), *(pytest.param(number, "cuda", marks=pytest.mark.gpu) for number in (2, 4))],
+    [
+        pytest.param(2, "cpu", marks=pytest.mark.slow),
+        *(pytest.param(number, "cuda", marks=pytest.mark.gpu) for number in (2, 4)),
+    ],
 )
 def test_several_processes_train_the_same_model_as_one(tmp_path, monkeypatch, processes, device):
     if device == "cuda" and torch.cuda.device_count() < processes:

@@ -95,6 +95,7 @@ except Exception as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "sentences"),
     [
