@@ -178,7 +178,7 @@ def _walk(
 
 @gluon.jit
 def _consumer(
-    C: gl.constexpr, rings, writes, shape, band, dropout,
+    C: gl.constexpr, parts,
     N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, DOCUMENTS: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
@@ -187,6 +187,7 @@ def _consumer(
     Per tile: walk over the key blocks, issue S of the next tile's block 0 and this tile's last P V together, run the
     next tile's softmax under both, and store this tile.
     """
+    rings, writes, shape, band, dropout = parts
     q_slots, k_slots, v_slots, q_full, q_empty, full, empty = rings
     out, logsumexp, scale_log2 = writes
     numbers, threshold, keep_scale = dropout
@@ -324,44 +325,25 @@ def forward_kernel(
     writes = (out, logsumexp, scale * LOG2_E)
     band = (documents, window)
     dropout = (numbers, threshold, keep_scale)
+    parts = (rings, writes, shape, band, dropout)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (
-                    _consumer,
-                    (0, rings, writes, shape, band, dropout,
-                     N, STAGES, CONSUMERS, D0, D1, CAUSAL, WINDOW, DOCUMENTS, DROPOUT),
-                ),
-                (
-                    _consumer,
-                    (1, rings, writes, shape, band, dropout,
-                     N, STAGES, CONSUMERS, D0, D1, CAUSAL, WINDOW, DOCUMENTS, DROPOUT),
-                ),
+                (_consumer, (0, parts, N, STAGES, CONSUMERS, D0, D1, CAUSAL, WINDOW, DOCUMENTS, DROPOUT)),
+                (_consumer, (1, parts, N, STAGES, CONSUMERS, D0, D1, CAUSAL, WINDOW, DOCUMENTS, DROPOUT)),
                 (_producer, (rings, reads, shape, band, N, STAGES, CONSUMERS, D0, D1, CAUSAL, WINDOW, DOCUMENTS)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )  # fmt: skip
+        )
     else:
         gl.warp_specialize(
             [
-                (
-                    _consumer,
-                    (0, rings, writes, shape, band, dropout,
-                     N, STAGES, CONSUMERS, D0, D1, CAUSAL, WINDOW, DOCUMENTS, DROPOUT),
-                ),
-                (
-                    _consumer,
-                    (1, rings, writes, shape, band, dropout,
-                     N, STAGES, CONSUMERS, D0, D1, CAUSAL, WINDOW, DOCUMENTS, DROPOUT),
-                ),
-                (
-                    _consumer,
-                    (2, rings, writes, shape, band, dropout,
-                     N, STAGES, CONSUMERS, D0, D1, CAUSAL, WINDOW, DOCUMENTS, DROPOUT),
-                ),
+                (_consumer, (0, parts, N, STAGES, CONSUMERS, D0, D1, CAUSAL, WINDOW, DOCUMENTS, DROPOUT)),
+                (_consumer, (1, parts, N, STAGES, CONSUMERS, D0, D1, CAUSAL, WINDOW, DOCUMENTS, DROPOUT)),
+                (_consumer, (2, parts, N, STAGES, CONSUMERS, D0, D1, CAUSAL, WINDOW, DOCUMENTS, DROPOUT)),
                 (_producer, (rings, reads, shape, band, N, STAGES, CONSUMERS, D0, D1, CAUSAL, WINDOW, DOCUMENTS)),
             ],
             [4, 4, 1],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )  # fmt: skip
+        )
