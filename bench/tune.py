@@ -85,7 +85,7 @@ SPILLS = {"forward hopper": 160, "backward hopper": 40}  # outside of inner loop
 GAIN = 1.03  # the least speed over the plain kernels that makes the Hopper kernels worthwhile
 MASKS = "causal", "full", "dropout"
 HOPPER_MASKS = *MASKS, "window", "documents"
-BAND = 1024  # tokens of a window, and of each document
+WINDOW, DOCUMENT = 1024, 1000  # tokens; the ends of the sequences cut documents
 Job = tuple[str, int, str, tuple]  # kernel, head_dim, mask, tile
 
 
@@ -100,9 +100,9 @@ def options_of(mask: str, q: torch.Tensor) -> Options:
     if mask == "dropout":
         return options._replace(numbers=dropout.draw(batch, heads, seq_len, seq_len, q.device), dropout_p=0.1)
     if mask == "window":
-        return options._replace(window=BAND)
-    if mask == "documents":  # they cross the ends of the sequences, where they are cut
-        cuts = torch.arange(0, batch * seq_len + BAND, BAND - 24, dtype=torch.int32, device=q.device)
+        return options._replace(window=WINDOW)
+    if mask == "documents":
+        cuts = torch.arange(0, batch * seq_len + DOCUMENT, DOCUMENT, dtype=torch.int32, device=q.device)
         return options._replace(documents=document_bounds(cuts.clamp(max=batch * seq_len), batch, seq_len))
     return options
 

@@ -67,7 +67,7 @@ class Gpu:
         return torch.cuda.max_memory_allocated()
 
     def added_peak(self, call: Callable[[], object]) -> int:
-        """Return the largest number of bytes that a call adds to those that were live before it."""
+        """Return the largest number of bytes that a call adds to the bytes that were live before the call."""
         call()  # allocates what later calls reuse, such as workspaces
         self.wake()  # autograd's thread holds the gradients of that call until it gets this next task
         self.release()  # only the garbage collector frees some objects, for example after compilation

@@ -27,6 +27,7 @@ def new_triton(monkeypatch):
         ("gfx942", 128, BF16, WHOLE, False),
         ("sm_90", 72, BF16, WHOLE, False),
         ("sm_90", 64, torch.float32, WHOLE, False),
+        ("sm_90", 64, BF16, WHOLE._replace(window=8), False),
         ("sm_90", 80, BF16, WHOLE._replace(documents=torch.zeros(1, 2, 4)), True),
         ("sm_90", 80, BF16, DROPOUT._replace(documents=torch.zeros(1, 2, 4)), False),
         ("sm_90", 80, BF16, WHOLE._replace(blocks=torch.zeros(1)), False),

@@ -71,7 +71,8 @@ def _mask(s_t, j, i, masked, CAUSAL: gl.constexpr, BANDED: gl.constexpr):
 
 @gluon.jit
 def _probabilities(s_t, lse, j, i, masked, scale_log2, CAUSAL: gl.constexpr, BANDED: gl.constexpr):
-    """Return P^T [N, M]. Tiles with queries before `full` or, if BANDED, from `full_end` on need the mask.
+    """Return P^T [N, M]. Tiles with queries before `full` need the mask. If BANDED, so do tiles with queries
+    from `full_end` on.
 
     masked: full, full_end, seq_k, seq_k - seq_q, and if BANDED first and end [N] of the queries that see each key.
     """

@@ -120,7 +120,7 @@ def visible_keys(
 ):  # fmt: skip
     """Return first and end [64] of the keys that the rows i to i + 64 see; placeholders without a window or documents.
 
-    Without them, `mask` computes the end anew in each block, which keeps no register alive.
+    Without them, `mask` computes the end in each block, so that the end takes no register between blocks.
     """
     if WINDOW or DOCUMENTS:
         return keys_at(i + gl.arange(0, ROWS, layout=LAYOUT), batch, shape, band, CAUSAL, WINDOW, DOCUMENTS)
@@ -139,7 +139,7 @@ def mask(s, i, j, seen, seq_q, seq_k, SPARE: gl.constexpr, N: gl.constexpr, CAUS
         s = hide(s, first - j, False)
     if BANDED and not CAUSAL:
         return hide(s, end - 1 - j, True)
-    # Under a causal mask a query's document or window ends with the query itself: compute the end anew in each block.
+    # Under a causal mask a query's document or window ends with the query itself: compute the end in each block.
     o_i = gl.arange(0, ROWS, layout=gl.SliceLayout(1, s.type.layout))
     last = _last_key(i, o_i, j, seq_q, seq_k, CAUSAL)
     if SPARE:
