@@ -90,16 +90,16 @@ def moments_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 
 def host_memory(parts: dict[str, Tensor], moments: dict[str, tuple[str, ...]]) -> dict[str, Tensor]:
-    """Allocate host memory, pinned for GPU tensors, for the weights `parts` and their moments."""
-    kinds = {name: ("model", *(f"optimizer.{moment}" for moment in moments[name])) for name in parts}
+    """Allocate host memory for the weights `parts` and their moments, by the keys of split_state.
+
+    The memory is pinned if the weights are on a GPU.
+    """
+    like = {f"model.{name}": part for name, part in parts.items()}
+    like |= {f"optimizer.{moment}.{name}": part for name, part in parts.items() for moment in moments[name]}
     try:
-        return {
-            f"{kind}.{name}": torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda)
-            for name, part in parts.items()
-            for kind in kinds[name]
-        }
+        return {key: torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda) for key, x in like.items()}
     except RuntimeError as error:
-        size = sum(len(kinds[name]) * part.nbytes for name, part in parts.items()) / 2**30
+        size = sum(x.nbytes for x in like.values()) / 2**30
         raise UserError(
             f"checkpoint.asynchronous=true needs {size:.1f} GiB of host memory for a copy, which the host lacks "
             f"({described(error)}); set checkpoint.asynchronous=false, or start more processes with parallel=fsdp or "
