@@ -18,9 +18,8 @@ SHAPE = ("context_length", "n_layer", "n_head", "n_kv_head", "n_embd", "vocab_si
 
 def sizes_of(model_config: dict[str, object]) -> dict[str, object]:
     """Return the sizes in SHAPE. Checkpoints from before n_kv_head have n_head key heads."""
-    return {key: model_config[key] for key in SHAPE if key != "n_kv_head"} | {
-        "n_kv_head": model_config.get("n_kv_head") or model_config["n_head"]
-    }
+    sizes = model_config | {"n_kv_head": model_config.get("n_kv_head") or model_config["n_head"]}
+    return {key: sizes[key] for key in SHAPE}
 
 
 def load(source: str | Path, key: str = "checkpoint", tell: Callable[[str], None] = print, whole: bool = True) -> State:
@@ -34,14 +33,14 @@ def load(source: str | Path, key: str = "checkpoint", tell: Callable[[str], None
         try:
             state = read_checked(path)
             if "parts" in state:
-                state |= {"folder": path}
+                state["folder"] = path
                 state = read_parts(state) if whole else state
         except CheckpointError as error:
             refused.append(error)
             continue
         if refused:
             tell(f"{', '.join(map(str, refused))}; using {path} instead")
-        state |= {"path": str(path)}
+        state["path"] = str(path)
         if state.get("pattern") is not None:  # it takes the place of the file that attention.pattern names
             with of_this_version(state):
                 pattern = state["config"]["attention"]["pattern"]

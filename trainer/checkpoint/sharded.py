@@ -151,15 +151,14 @@ def read_parts(state: State, model: nn.Module | None = None) -> State:
 
     Without `model`, the tensors are whole and on the CPU. With `model`, they are this process's part of its parameters.
     """
-    folder = state["folder"]
+    folder, tensors = state["folder"], {}
     reader = dcp.HuggingFaceStorageReader(str(folder))
-    like, tensors = {} if model is None else dict(model.named_parameters()), {}
+    parameters = {} if model is None else dict(model.named_parameters())
     try:
         saved = reader.read_metadata().state_dict_metadata
         for kind, name in product(KINDS, state["parameters"]):
-            if (entry := saved.get(f"{kind}.{name}")) is not None:
-                empty = torch.empty(entry.size) if model is None else torch.empty_like(like[name].detach())
-                tensors[f"{kind}.{name}"] = empty
+            if (entry := saved.get(key := f"{kind}.{name}")) is not None:
+                tensors[key] = torch.empty(entry.size) if model is None else torch.empty_like(parameters[name].detach())
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about no_dist
             dcp.load(tensors, storage_reader=reader, no_dist=True)
