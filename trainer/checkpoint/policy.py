@@ -71,15 +71,17 @@ class Checkpoints:
         return newest_before(self._store.folder, step)
 
     def _attempt(self, state: TrainState, write: Callable[[State], Path]) -> Path | None:
-        path = None
-        for act in (lambda: self._store.settle(before=state.step), lambda: write(self._sound(state))):
-            try:
-                path = self._world.agreed(act)
-            except CheckpointError as error:
-                if self._on_error == "stop":
-                    raise
-                self._store.tell(f"{error}; training continues (checkpoint.on_error=continue)")
-        return path
+        self._agreed(lambda: self._store.settle(before=state.step))
+        return self._agreed(lambda: write(self._sound(state)))
+
+    def _agreed(self, act: Callable[[], Path | None]) -> Path | None:
+        """Call `act` in all processes. With checkpoint.on_error=continue, print a CheckpointError and return None."""
+        try:
+            return self._world.agreed(act)
+        except CheckpointError as error:
+            if self._on_error == "stop":
+                raise
+            self._store.tell(f"{error}; training continues (checkpoint.on_error=continue)")
 
     def _save_now(self, state: TrainState) -> None:
         try:
