@@ -45,10 +45,11 @@ def data_parallel(model: nn.Module, world: World) -> nn.Module:
 
     The buffers are the scales of FP8 and their statistics. Each process collects its own statistics.
     """
+    if world.parallel != "ddp":
+        return model
     known = signature(DistributedDataParallel).parameters
     syncs = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # until torch 2.12
-    options = {"gradient_as_bucket_view": True, "bucket_cap_mb": BUCKET_MIB, syncs: False}
-    return DistributedDataParallel(model, **options) if world.parallel == "ddp" else model
+    return DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=BUCKET_MIB, **{syncs: False})
 
 
 def synchronise_gradients(model: nn.Module, wanted: bool) -> None:
