@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from conf.cli import to_typed
 from conf.schema import Config
 from errors import UserError
-from model.attention import VARIANTS, AttentionConfig, CustomConfig, restore_attention
+from model.attention import AttentionConfig, CustomConfig, restore_attention
 from trainer.checkpoint.files import State
 from trainer.checkpoint.load import of_this_version
 from trainer.config import AUTO
@@ -57,11 +57,10 @@ def resumed_settings(config: Config, state: State) -> Config:
 
 
 def _attention_of(stored: dict, source: str) -> AttentionConfig:
-    variant = VARIANTS.get(stored["name"])
-    if variant is CustomConfig:
+    if stored["name"] == CustomConfig.name:
         raise UserError(
-            f"checkpoint.resume={source} was trained with attention={stored['name']}, and a checkpoint must not name "
-            f"code to import; give attention={stored['name']} attention.function={stored['function']} again"
+            f"checkpoint.resume={source} was trained with attention=custom, and a checkpoint must not name code to "
+            f"import; give attention=custom attention.function={stored['function']} again"
         )
     return restore_attention(stored, None)
 
@@ -79,7 +78,7 @@ def _keys_of_choice(group: str, choice: str) -> Iterator[str]:
     yield from flat(OmegaConf.to_container(content))
 
 
-def changed_settings(before: State, after: State) -> dict[str, list]:
+def changed_settings(before: dict, after: dict) -> dict[str, list]:
     """Return the settings that differ between two runs, [before, after] by key. The places of a run do not count."""
     before, after = flat(before), flat(after)
     shared = (key for key in after if key in before or key.startswith("attention."))
