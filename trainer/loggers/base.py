@@ -2,7 +2,7 @@
 
 import json
 import math
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -46,7 +46,7 @@ class Logger:
         """End the log; `failed` says whether the run failed. A second call does nothing."""
 
 
-class PackageLogger(Logger):
+class PackageLogger(Logger, ABC):
     """Base class of the loggers that write with another package.
 
     If the package fails during the run, `on_failure` reports it once with the `remedy`, the package gets nothing more,

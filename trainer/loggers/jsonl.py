@@ -42,7 +42,7 @@ class JsonlLogger(Logger):
             self._has_failed = True
 
 
-def truncate_after(path: Path, step: float) -> None:
+def truncate_after(path: Path, step: int) -> None:
     """Remove the rows after `step`, and the incomplete last line of a killed run. The file is replaced atomically.
 
     Changes of settings after `step` go too, because the run that is resumed from there may change others.
