@@ -148,15 +148,10 @@ def sweep_name() -> str | None:
     return output_dir().parents[len(subdir.parts) - 1].name
 
 
-def chosen(group: str) -> str:
-    """Return the choice of a configuration group, such as gpt2 for `model`."""
-    return HydraConfig.get().runtime.choices[group]
-
-
 def wandb_labels(config: schema.Config, precision: str) -> dict:
     """Return the default group and tags in wandb. Users compare variants by them."""
-    tags = [config.attention.name, chosen("model"), config.data.name, precision]
-    return {"group": sweep_name(), "tags": tags}
+    model = HydraConfig.get().runtime.choices["model"]  # such as gpt2
+    return {"group": sweep_name(), "tags": [config.attention.name, model, config.data.name, precision]}
 
 
 def _remove_if_empty(folder: Path) -> None:
