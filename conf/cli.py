@@ -118,7 +118,7 @@ def _check_values(node: DictConfig, literal: str | None, prefix: str = "") -> No
                 raise UserError(f"{prefix}{key} is a group; set its keys, {prefix}{key}.KEY=...")
             _check_values(value, literal, f"{prefix}{key}.")
         elif isinstance(value, int) and not -(2**63) <= value < 2**63:
-            raise UserError(f"{prefix}{key}={value} does not fit into 64 bits; use a smaller number")
+            raise UserError(f"{prefix}{key}={value} does not fit into 64 bits; give a number nearer to 0")
         elif isinstance(value, str) and f"{prefix}{key}" != literal:
             node[key] = _with_home(value)
         elif isinstance(value, ListConfig):
