@@ -86,6 +86,8 @@ def check_attention(
     """
     attention = build_attention(config)
     attention.check_length(context_length)
+    if device.type == "cpu" and not attention.runs_on_cpu:
+        raise UserError(f"{config} does not run on a CPU; use attention=flash2 or set device=cuda")
     asked = [("dropout_p", dropout_p, "model.dropout=0"), ("cu_seqlens", documents, "data.document_mask=false")]
     for keyword, is_asked, remedy in asked:
         if is_asked and keyword not in attention.keywords:

@@ -61,6 +61,13 @@ class Custom(Attention):
         return described(error) + place
 
 
+class Library(Custom):
+    """A function of another library. All of these need a GPU: FlexAttention has no backward pass on a CPU."""
+
+    runs_on_cpu = False
+    remedy = Attention.remedy
+
+
 def _misfit(function: Callable, keywords: set[str]) -> str | None:
     """Return why a function does not accept q, k, v and these keywords; None if it does, or if Python cannot tell."""
     try:
@@ -178,19 +185,19 @@ class LibraryConfig(AttentionConfig):
     def build(self) -> Attention:
         if not is_installed(self.package):
             raise UserError(f"attention={self.name} needs the package {self.package}; run {self.pip}")
-        return Custom(f"attention={self.name}", self.function)
+        return Library(f"attention={self.name}", self.function)
 
 
 @dataclass
-class FlexConfig(LibraryConfig):
-    """torch's FlexAttention, compiled by itself."""
+class FlexConfig(AttentionConfig):
+    """torch's FlexAttention, compiled by itself, on a GPU."""
 
     name: str = "flex"
 
     def build(self) -> Attention:
         # torch.compile would trace the cached mask into every layer. The decorator is applied here, because importing
         # it takes two seconds.
-        return Custom("attention=flex", torch.compiler.disable(flex))
+        return Library("attention=flex", torch.compiler.disable(flex))
 
 
 @dataclass

@@ -16,6 +16,8 @@ class Attention:
     """The options that a call accepts."""
     fullgraph = True
     """Whether torch.compile(fullgraph=True) can trace the call."""
+    runs_on_cpu = True
+    """Whether forward and backward run on a CPU."""
     refusals: tuple[type[Exception], ...] = (ValueError, RuntimeError)
     """The exceptions that a call raises if it cannot do what it is asked."""
     remedy = "choose another attention"

@@ -9,6 +9,7 @@ from torch import nn
 
 from errors import UserError
 from model.attention import (
+    VARIANTS,
     Custom,
     CustomConfig,
     NaiveConfig,
@@ -210,6 +211,16 @@ def test_the_traceback_of_the_users_code_is_kept():
 def test_what_the_function_has_no_parameter_for_is_refused(options, message):
     with pytest.raises(UserError, match=message):
         check_attention(custom(), **CHECK | options)
+
+
+@pytest.mark.parametrize("name", ["flex", "fa2", "fa3", "fa4"])
+def test_a_library_for_gpus_is_refused_on_a_cpu_with_a_variant_that_runs_there(name, monkeypatch):
+    """attention=flex once gave torch's advice about requires_grad, and the remedy to fix the function."""
+    monkeypatch.setattr("model.attention.custom.is_installed", lambda package: True)
+    with pytest.raises(UserError) as refusal:
+        check_attention(VARIANTS[name](), **CHECK)
+    assert str(refusal.value) == f"attention={name} does not run on a CPU; use attention=flash2 or set device=cuda"
+    check_attention(VARIANTS["flash2"](), **CHECK)
 
 
 def test_options_are_passed_only_if_they_are_asked_for():
