@@ -121,9 +121,6 @@ class TrainLoader(AbstractContextManager):
         self._position += self._stride
         return tuple(block.to(self._device, non_blocking=True))
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return iter(self.next_batch, None)
-
     def _load(self, position: int) -> Tensor:
         starts = [self._order.start(position + i) for i in range(self._batch_size)]
         block = gather(self._tokens, starts, self._order.context_length, self._vocab_size, self._name)
@@ -156,12 +153,9 @@ class TrainLoader(AbstractContextManager):
         self._pending.clear()  # the thread still loads these batches, which is harmless
         self._position = position
 
-    def close(self) -> None:
+    def __exit__(self, *_) -> None:
         """End the background thread."""
         self._thread.shutdown(cancel_futures=True)
-
-    def __exit__(self, *_) -> None:
-        self.close()
 
 
 def validation_batches(
