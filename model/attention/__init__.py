@@ -98,9 +98,12 @@ def check_attention(
     if documents:
         options["cu_seqlens"] = torch.tensor([0, 9, 64], dtype=torch.int32, device=device)
     shared = f"{groups} query heads per key head, " if groups > 1 else ""
-    task = f"run on {device.type} with head_dim {head_dim}, {shared}{dtype}, dropout {dropout_p} and "
-    task, remedy = f"{task}data.document_mask={str(documents).lower()}", attention.remedy
-    if shared and config.name not in BUILT_IN:  # which all share heads
+    task = (
+        f"run on {device.type} with head_dim {head_dim}, {shared}{dtype}, dropout {dropout_p} and "
+        f"data.document_mask={str(documents).lower()}"
+    )
+    remedy = attention.remedy
+    if groups > 1 and config.name not in BUILT_IN:  # the built-in variants all share heads
         remedy += ", such as naive, sdpa or flash2, or set model.n_kv_head=null"
     try:
         out = _run_once(attention, *split_projection(packed, heads, kv_heads), **options)
