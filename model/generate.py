@@ -15,7 +15,8 @@ def restrict(logits: Tensor, top_k: int | None, top_p: float | None) -> Tensor:
         logits = torch.full_like(logits, float("-inf")).scatter(0, kept.indices, kept.values)
     if top_p is not None and top_p < 1:  # rounded sums pass 1 before the last token
         ordered, order = logits.sort(descending=True)
-        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)  # probability of all tokens before this one
+        likelihood = ordered.softmax(-1)
+        before = likelihood.cumsum(-1) - likelihood  # probability of all tokens before this one
         logits = logits.index_fill(0, order[before >= top_p], float("-inf"))
     return logits
 
