@@ -24,11 +24,10 @@ class Scales(nn.Module):
             self.register_buffer(f"{role}_statistics", torch.zeros(3), persistent=False)
 
     def scaled(self) -> tuple[Scaled, Scaled, Scaled]:
-        """Return the scale and statistics of each role."""
-        input_, weight, gradient = (
+        """Return the scale and statistics of the input, the weight and the gradient."""
+        return tuple(
             Scaled(getattr(self, f"{role}_scale"), getattr(self, f"{role}_statistics")) for role in FIRST_PEAKS
         )
-        return input_, weight, gradient
 
 
 class Linear(nn.Linear):
