@@ -224,8 +224,8 @@ def _write(writer: TokenWriter, batches: Iterable[Encoded], sizes: list[int], lo
 def _tally(writer: TokenWriter) -> str:
     skipped = [f"{writer.skipped:,} empty ones"] if writer.skipped else []
     skipped += [f"{len(writer.bad_rows):,} bad rows"] if writer.bad_rows else []
-    skipped = f" ({' and '.join(skipped)} skipped)" if skipped else ""
-    return f"{writer.total('documents'):,} documents{skipped}, {writer.total('tokens'):,} tokens"
+    note = f" ({' and '.join(skipped)} skipped)" if skipped else ""
+    return f"{writer.total('documents'):,} documents{note}, {writer.total('tokens'):,} tokens"
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ class Document(NamedTuple):
     """Empty if the row is null or bad, or if document_start is set and all rows are blank."""
     bad: tuple[str, ...]
     """Its rows that are skipped, and why."""
-    after: "Position"
+    after: Position
     """Where to continue reading."""
     bytes_read: int
     """Bytes of input read so far."""
