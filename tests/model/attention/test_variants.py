@@ -46,6 +46,7 @@ LENGTHS = [Case(seq_q=q, seq_k=k, causal=c, dtype=BF16) for q, k in ((63, 100), 
 FACTORS = {name: 2 for name in EXACT} | {"sdpa": 4, "fused_softmax": 3}
 
 
+CHECK = {"head_dim": 64, "dtype": F32, "dropout_p": 0.0, "device": torch.device("cpu"), "context_length": 64}
 SPARSE = [LocalConfig(window=70), BlockSparseConfig()]
 
 
@@ -229,9 +230,8 @@ def test_patterns_that_do_not_fit_are_refused(tmp_path, contents, message):
     elif contents is not None:
         np.save(path, contents)
     config = BlockSparseConfig(pattern=str(path))
-    options = {"head_dim": 16, "dtype": F32, "dropout_p": 0.0, "device": torch.device("cpu"), "context_length": 300}
     with pytest.raises(UserError, match=message):
-        check_attention(config, **options)
+        check_attention(config, **CHECK | {"context_length": 300})
 
 
 @pytest.mark.parametrize(
@@ -278,17 +278,16 @@ def test_sdpa_refuses_a_causal_mask_it_would_misalign():
 
 
 def test_a_variant_that_cannot_run_is_refused_before_training():
-    options = {"head_dim": 64, "dtype": F32, "dropout_p": 0.0, "device": torch.device("cpu"), "context_length": 64}
-    check_attention(Flash2Config(), **options)
+    check_attention(Flash2Config(), **CHECK)
     with pytest.raises(UserError, match="attention.backend=cudnn cannot run on cpu"):
-        check_attention(SdpaConfig(backend="cudnn"), **options)
+        check_attention(SdpaConfig(backend="cudnn"), **CHECK)
     with pytest.raises(UserError, match="head_dim=512 does not suit flash2, which takes 16 to 256"):
-        check_attention(Flash2Config(), **{**options, "head_dim": 512})
-    check_attention(FusedSoftmaxConfig(), **{**options, "context_length": 16384})
+        check_attention(Flash2Config(), **CHECK | {"head_dim": 512})
+    check_attention(FusedSoftmaxConfig(), **CHECK | {"context_length": 16384})
     with pytest.raises(
         UserError, match="attention=fused_softmax .* at most 16384 scores .* 16385 tokens; choose attention=flash2"
     ):
-        check_attention(FusedSoftmaxConfig(), **{**options, "context_length": 16385})
+        check_attention(FusedSoftmaxConfig(), **CHECK | {"context_length": 16385})
 
 
 @pytest.mark.parametrize("variant", ["flash1", "flash2", "local", "block_sparse"])
@@ -302,10 +301,9 @@ def test_a_gpu_older_than_sm_80_is_refused_before_training(variant, monkeypatch)
     for kernels, launcher in ((flash1_definition, launch), (definition, dispatch)):
         monkeypatch.setattr(kernels, "forward", launcher.forward)
         monkeypatch.setattr(launcher, "arch_of", lambda device: "sm_75")
-    options = {"head_dim": 64, "dtype": F16, "dropout_p": 0.0, "device": torch.device("cpu"), "context_length": 64}
     remedy = "the kernels need sm_80 or newer, and this GPU is sm_75; use attention=sdpa or attention=naive"
     with pytest.raises(UserError, match=f"attention={variant} cannot run .*{remedy}"):
-        check_attention(VARIANTS[variant](), **options)
+        check_attention(VARIANTS[variant](), **CHECK | {"dtype": F16})
 
 
 def test_running_out_of_memory_is_not_reported_as_a_reason_to_choose_another_variant(monkeypatch):
@@ -313,6 +311,5 @@ def test_running_out_of_memory_is_not_reported_as_a_reason_to_choose_another_var
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(NaiveConfig, "build", lambda config: Exact(full))
-    options = {"head_dim": 64, "dtype": F32, "dropout_p": 0.0, "device": torch.device("cpu"), "context_length": 64}
     with pytest.raises(torch.OutOfMemoryError):
-        check_attention(NaiveConfig(), **options)
+        check_attention(NaiveConfig(), **CHECK)
