@@ -26,7 +26,6 @@ from conf.schema import (
 )
 from errors import UserError
 from model.attention import VARIANTS
-from trainer.loggers import WandbConfig
 from trainer.optimizer import learning_rate
 
 FOLDER = Path(conf.__file__).parent
@@ -241,12 +240,6 @@ def test_a_global_batch_that_does_not_divide_is_refused_with_one_that_does(whole
 def test_an_impossible_attention_is_refused(settings, sentence):
     with pytest.raises(UserError, match=sentence):
         VARIANTS[settings["name"]](**settings)
-
-
-@pytest.mark.parametrize(("settings", "key"), [({"mode": "on"}, "wandb.mode"), ({"project": ""}, "wandb.project")])
-def test_an_impossible_logger_is_refused(settings, key):
-    with pytest.raises(UserError, match=key):
-        WandbConfig(**settings)
 
 
 @pytest.mark.parametrize(
