@@ -72,7 +72,7 @@ def test_every_option_of_every_group_gives_a_typed_configuration_that_holds_it(o
 
 
 def test_the_learning_rate_is_that_of_the_model_unless_it_is_given():
-    """In a recipe or on the command line; of a model that has none of its own, the schema's."""
+    """A recipe or the command line can give it."""
     rates = {name: composed(f"model={name}").optimizer.lr for name in ("gpt2-nano", "gpt2", "gpt3-2.7b")}
     assert rates == {"gpt2-nano": 4e-3, "gpt2": 6e-4, "gpt3-2.7b": 1.6e-4}
     for file in (FOLDER / "model").glob("*.yaml"):
@@ -217,7 +217,7 @@ def test_an_impossible_loop_is_refused(settings, sentence):
     ids=str,
 )
 def test_the_global_batch_is_another_way_to_give_the_micro_steps(settings, micro_steps):
-    """Of 16 sequences each."""
+    """A micro-step has 16 sequences."""
     assert TrainConfig(batch_size=16, **settings).micro_steps == micro_steps
 
 
@@ -274,7 +274,7 @@ def config_classes(*roots: type) -> Iterator[type]:
 
 @pytest.mark.parametrize("cls", sorted(set(config_classes(*ROOTS.values())), key=lambda cls: cls.__name__))
 def test_every_setting_says_below_it_what_it_means(cls):
-    """A group of settings says it in the docstring of its own class."""
+    """The docstring of its class documents a group of settings."""
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     assert ast.get_docstring(body), f"{cls.__name__} has no docstring"
     groups = {name for name, hint in get_type_hints(cls).items() if is_dataclass(hint)}

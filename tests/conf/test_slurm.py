@@ -1,4 +1,4 @@
-"""The Slurm launcher: jobs of submitit, which run on this machine here."""
+"""The Slurm launcher. submitit runs its jobs on this machine."""
 
 import os
 import re
@@ -21,7 +21,7 @@ STEPS = 200  # more than two processes take until the signal reaches both
 
 
 def processes_of(sweep: Path) -> list[int]:
-    """Return the processes of its jobs, found by their command lines."""
+    """Return the ids of the processes that run a sweep's jobs. Their command lines name the sweep."""
     found = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):  # The process has ended.

@@ -1,4 +1,4 @@
-"""Checkpoints beside training: whole runs on a CPU that are asked to save as on a GPU."""
+"""Checkpoints that a thread writes: whole runs on a CPU with checkpoint.asynchronous=true, the default on a GPU."""
 
 import errno
 import os
@@ -59,7 +59,7 @@ def test_the_files_are_those_of_a_run_that_waits_for_them(whole):
 
 
 def test_steps_go_on_while_a_checkpoint_is_written_and_do_not_change_it(whole, monkeypatch):
-    """That of step 5 is not written before the batches of step 9 are asked for."""
+    """The checkpoint of step 5 is written only after training asks for the batches of step 9."""
     step_9 = threading.Event()
     monkeypatch.setattr(TrainLoader, "next_batches", at_call(9, step_9.set, TrainLoader.next_batches))
     before_writing(monkeypatch, "step-00000005.pt", lambda: step_9.wait(timeout=30) or pytest.fail("training waited"))
@@ -79,7 +79,7 @@ def test_a_full_disk_is_told_when_the_next_is_saved_and_training_goes_on(whole, 
 
 
 def test_a_save_that_was_refused_before_does_not_cost_the_last_one(monkeypatch):
-    """The best one of step 5 is refused beside training; before step 6 the tokens are cut, and the state is saved."""
+    """The disk refuses best.pt of step 5 in the background. Then the token file is cut, and the state is saved."""
     before_writing(monkeypatch, "best.pt", refuse)
     cut = at_call(6, lambda: os.truncate("tokens/train.bin", 1024), TrainLoader.next_batches)
     monkeypatch.setattr(TrainLoader, "next_batches", cut)
@@ -90,7 +90,7 @@ def test_a_save_that_was_refused_before_does_not_cost_the_last_one(monkeypatch):
 
 
 def test_the_best_one_that_is_refused_does_not_cost_the_state_of_its_own_step(monkeypatch):
-    """The tokens of step 6 cannot be read while best.pt of step 5 is refused beside training."""
+    """The tokens of step 6 cannot be read while the disk refuses best.pt of step 5 in the background."""
     refused = threading.Event()
     before_writing(monkeypatch, "best.pt", lambda: refused.wait(timeout=30) and refuse())
 
@@ -104,8 +104,8 @@ def test_the_best_one_that_is_refused_does_not_cost_the_state_of_its_own_step(mo
     assert load_checkpoint("kept")["step"] == 5
 
 
-def test_a_save_that_is_refused_leaves_the_one_beside_it_alone(tmp_path, monkeypatch):
-    """best.pt is refused while the newest checkpoint of the same state is not begun: its memory was filled anew."""
+def test_a_save_that_is_refused_leaves_the_other_save_of_its_state_alone(tmp_path, monkeypatch):
+    """The disk refuses best.pt while another file of the same state waits. The next save once overwrote its memory."""
     refused = threading.Event()
     before_writing(monkeypatch, "best.pt", lambda: refused.set() or refuse())
     before_writing(monkeypatch, "step-00000001.pt", lambda: refused.wait(timeout=30) and time.sleep(0.2))
@@ -128,8 +128,8 @@ def test_the_next_state_waits_until_the_one_before_is_written(tmp_path, monkeypa
         assert load(tmp_path / f"step-{step:08d}.pt")["model"]["weight"].eq(step).all()
 
 
-def test_of_a_state_that_was_refused_nothing_is_kept(tmp_path, monkeypatch):
-    """The same step is saved again with other weights: as of a process that has none of a copy left."""
+def test_a_state_that_was_refused_is_copied_again(tmp_path, monkeypatch):
+    """The same step is saved again, with other weights to tell the copies apart."""
     before_writing(monkeypatch, "best.pt", refuse)
     with saving(tmp_path) as checkpoints:
         checkpoints.save(state_of(1), best=True)
@@ -141,7 +141,7 @@ def test_of_a_state_that_was_refused_nothing_is_kept(tmp_path, monkeypatch):
 
 @contextmanager
 def saving(folder: Path) -> Iterator[BackgroundStore]:
-    """Yield a store that keeps all checkpoints of the states of state_of."""
+    """Yield a store for the states of state_of. It keeps all checkpoints."""
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     checkpoints = BackgroundStore(folder, keep=9, writes=True, model=model, optimizer=optimizer)

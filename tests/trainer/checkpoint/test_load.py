@@ -48,16 +48,16 @@ def test_a_batch_is_run_again_by_weights_from_before_its_step(tmp_path):
     assert newest_before(tmp_path, 10) is None
     older, newer = (checkpoints.save(small(step)) for step in (5, 10))
     assert [newest_before(tmp_path, step) for step in (11, 10, 6)] == [newer, older, older]
-    assert newest_before(tmp_path, 5) == older, "where there is none from before"
+    assert newest_before(tmp_path, 5) == older, "if there is none from before"
 
 
-def test_no_checkpoint_is_refused_with_the_setting_to_change(tmp_path):
+def test_a_folder_without_checkpoints_is_refused_with_the_setting_to_change(tmp_path):
     with pytest.raises(UserError, match=f"checkpoint.resume={tmp_path} is neither .* give a step-"):
         load(tmp_path, key="checkpoint.resume")
 
 
-def test_the_best_is_continued_where_no_other_is_whole(tmp_path, monkeypatch):
-    """A run killed before its first interval has no other; and it does not count as later than a run that starts."""
+def test_the_best_is_continued_if_no_other_is_whole(tmp_path, monkeypatch):
+    """A run that was killed before its first interval has only best.pt. A new run does not count it as a later step."""
     checkpoints, told = SingleFileStore(tmp_path, keep=9), []
     best = checkpoints.save(small(7), best=True)
     assert load(tmp_path)["step"] == 7 and find(tmp_path) == best

@@ -52,9 +52,8 @@ def test_a_failure_leaves_the_earlier_files_as_they_were(tmp_path, monkeypatch, 
 def test_a_disk_that_fills_up_leaves_the_earlier_files_as_they_were(tmp_path, missing):
     checkpoints = SingleFileStore(tmp_path, keep=1)
     checkpoints.save(small(1))
-    size = (
-        checkpoints.save(small(0), best=True).stat().st_size
-    )  # the smallest file: torch's archives repeat their names
+    # best.pt is the smallest file: torch's archives repeat their names.
+    size = checkpoints.save(small(0), best=True).stat().st_size
     room = {"all": 0, "most": size // 3, "the seal": size - SEAL_SIZE, "a byte": size - 1}[missing]
     with largest_file(room):
         assert_saving_fails_and_changes_nothing(checkpoints, "File too large", small(9))
@@ -113,7 +112,7 @@ def test_the_best_that_is_the_newest_too_is_written_once(tmp_path, monkeypatch):
     assert not sixth.samefile(best) and [load(path)["step"] for path in (best, sixth)] == [6, 6]
 
 
-def test_what_a_kill_left_of_a_folder_is_in_no_files_way(tmp_path):
+def test_a_folder_that_a_kill_left_does_not_block_a_file(tmp_path):
     """The killed run had split weights; the run that continues has one process."""
     (tmp_path / "step-00000006.partial").mkdir()
     (tmp_path / "step-00000006.partial" / "part-00000.safetensors").write_bytes(b"")
@@ -175,7 +174,7 @@ def test_a_copy_of_a_run_has_a_folder_for_the_link_to_the_best_which_gives_way(t
 
 
 def test_a_kill_between_two_names_leaves_a_checkpoint(tmp_path, monkeypatch):
-    """A folder is replaced. The old one once had no valid name before the new one had its name."""
+    """A new folder replaces an old one. Once, for a moment, neither had the name of a checkpoint."""
     path, rename = tmp_path / "step-00000006", os.rename
     partial_of(tmp_path, 6, b"old").rename(path)
 

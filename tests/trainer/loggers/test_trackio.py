@@ -16,7 +16,7 @@ OWN = ("wandb.backend=trackio", "wandb.mode=offline", "train.max_steps=6", "chec
 
 @pytest.fixture(scope="module")
 def database(tmp_path_factory) -> Path:
-    """The database of the project gpt2-flash. trackio reads the name of its folder when it is imported."""
+    """Yield the database of the project gpt2-flash. trackio reads the name of its folder when it is imported."""
     assert "trackio" not in sys.modules
     folder = tmp_path_factory.mktemp("trackio")
     with pytest.MonkeyPatch.context() as patch:
@@ -26,7 +26,7 @@ def database(tmp_path_factory) -> Path:
 
 @pytest.fixture(autouse=True)
 def connections(monkeypatch) -> list:
-    """The addresses that this process connects to, with a token that would let trackio ask for the account."""
+    """Return the addresses that this process connects to. A token lets trackio ask for the account."""
     monkeypatch.setenv("HF_TOKEN", "hf_" + "a" * 34)
     addresses = []
     monkeypatch.setattr(socket.socket, "connect", lambda _, address: addresses.append(address))
