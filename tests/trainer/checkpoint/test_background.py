@@ -175,6 +175,6 @@ def test_a_host_without_room_for_the_copy_is_told_how_to_do_without(monkeypatch)
 
     monkeypatch.setattr(torch, "empty", no_room)
     weights = {"wte": torch.zeros(2**20), "wpe": torch.zeros(2**20)}
-    told = r"asynchronous=true needs 0\.0 GiB .*\(RuntimeError: CUDA error: out of memory\); set checkpoint"
+    told = r"in the background needs 0\.0 GiB .*\(RuntimeError: CUDA error: out of memory\); set checkpoint"
     with pytest.raises(UserError, match=told):
         host_memory(weights, dict.fromkeys(weights, ADAMW))
