@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, library
 
-from kernels.common.registering import define, no_second_derivative, rows_of
+from kernels.common.registering import define, no_second_derivative
 from kernels.fp8.definition import E4M3, E5M2
-from kernels.linear.op import bias_gradient
+from kernels.linear.op import apply_to_rows, bias_gradient
 
 _SCALED = "Tensor scale, Tensor(a!) statistics"
 _library = define(
@@ -125,10 +125,7 @@ def linear(
     multiples of 16. `scaled` has the scales and statistics of x, of the weight, and of the gradient of the result. The
     forward pass adds to the first two statistics, and the backward pass to the last.
     """
-    residual = None if residual is None else rows_of(residual)
-    with torch.autocast(x.device.type, enabled=False):
-        out = _Linear.apply(rows_of(x), weight, bias, residual, scaled)
-    return torch.ops.aten._unsafe_view(out, (*x.shape[:-1], len(weight)))  # FSDP2 warns of views that a module returns
+    return apply_to_rows(_Linear, x, (weight, bias), residual, scaled)
 
 
 def gelu_mlp(
@@ -140,8 +137,4 @@ def gelu_mlp(
     `scaled` is of the first layer and `out_scaled` of the second, as in `linear`. The backward pass
     computes GELU's result again, in the kernel that computes GELU's gradient.
     """
-    residual = None if residual is None else rows_of(residual)
-    with torch.autocast(x.device.type, enabled=False):
-        parameters = weight, bias, out_weight, out_bias
-        out = _GeluMLP.apply(rows_of(x), *parameters, residual, scaled, out_scaled)
-    return torch.ops.aten._unsafe_view(out, (*x.shape[:-1], len(out_weight)))
+    return apply_to_rows(_GeluMLP, x, (weight, bias, out_weight, out_bias), residual, scaled, out_scaled)

@@ -6,8 +6,8 @@ N tokens, D inputs, C hidden columns (GELU's), E outputs.
 import torch
 from torch import Tensor, library
 
-from kernels.common.registering import define, no_second_derivative, rows_of
-from kernels.linear.op import bias_gradient
+from kernels.common.registering import define, no_second_derivative
+from kernels.linear.op import apply_to_rows, bias_gradient
 
 _library = define(
     "gelu",
@@ -79,9 +79,5 @@ def gelu_mlp(
             f"the shapes {shapes} do not fit; give gelu_mlp x (..., D), weight (C, D), bias (C,), out_weight (E, C), "
             "out_bias (E,) and residual (..., E)"
         )
-    residual = None if residual is None else rows_of(residual.to(x.dtype))
-    keep_output = keep_output and torch.is_grad_enabled()
-    with torch.autocast(x.device.type, enabled=False):
-        parameters = weight, bias, out_weight, out_bias.contiguous()
-        out = _GeluMLP.apply(rows_of(x), *parameters, residual, keep_output)
-    return torch.ops.aten._unsafe_view(out, shape)  # FSDP2 warns of views that a module returns
+    parameters = weight, bias, out_weight, out_bias.contiguous()
+    return apply_to_rows(_GeluMLP, x, parameters, residual, keep_output and torch.is_grad_enabled())

@@ -46,6 +46,20 @@ def bias_gradient(dout: Tensor, dtype: torch.dtype) -> Tensor:
     return dout.sum(0, dtype=torch.promote_types(dout.dtype, torch.float32)).to(dtype)
 
 
+def apply_to_rows(
+    function: type[torch.autograd.Function], x: Tensor, parameters: tuple, residual: Tensor | None, *options
+) -> Tensor:
+    """Return function.apply(x, *parameters, residual, *options), (..., C), with autocast off.
+
+    `function` gets x (..., D) as rows (N, D), and residual (..., C), if not None, as rows (N, C) in x's dtype.
+    """
+    residual = None if residual is None else rows_of(residual.to(x.dtype))
+    with torch.autocast(x.device.type, enabled=False):
+        out = function.apply(rows_of(x), *parameters, residual, *options)
+    # FSDP2 warns of views that a module returns.
+    return torch.ops.aten._unsafe_view(out, (*x.shape[:-1], out.shape[-1]))
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, residual):
@@ -87,7 +101,4 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None = No
         raise ValueError(
             f"the shapes {shapes} do not fit; give linear x (..., D), weight (C, D), bias (C,) and residual (..., C)"
         )
-    residual = None if residual is None else rows_of(residual.to(x.dtype))
-    with torch.autocast(x.device.type, enabled=False):
-        out = _Linear.apply(rows_of(x), weight, bias.contiguous(), residual)
-    return torch.ops.aten._unsafe_view(out, shape)  # FSDP2 warns of views that a module returns
+    return apply_to_rows(_Linear, x, (weight, bias.contiguous()), residual)
