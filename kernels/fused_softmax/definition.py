@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.common.dropout import keep_mask
-from kernels.common.tiling import NEG_INF, Visibility
+from kernels.common.tiling import NEG_INF, Visibility, accumulator
 
 
 def _keep(shape: torch.Size, numbers: Tensor, dropout_p: float) -> Tensor:
@@ -24,7 +24,7 @@ def forward(scores: Tensor, *options) -> tuple[Tensor, Tensor]:
     numbers, documents, causal, scale, dropout_p = options
     whole = range(scores.shape[2]), range(scores.shape[3])
     visibility = Visibility(*scores.shape[2:], scores.device, documents, causal)
-    accurate = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
+    accurate = scores.to(accumulator(scores.dtype)) * scale
     probabilities = visibility.hide(accurate, *whole, NEG_INF).softmax(-1)
     probabilities = visibility.hide(probabilities, *whole, 0)  # the softmax of a query without keys is 0/0
     kept = scores.new_empty(0)
@@ -36,8 +36,7 @@ def forward(scores: Tensor, *options) -> tuple[Tensor, Tensor]:
 def backward(dkept: Tensor, probabilities: Tensor, *options) -> Tensor:
     """Return dS = scale P o (dP - rowsum(P o dP)), the scores' gradient, from the gradient after dropout."""
     numbers, _, _, scale, dropout_p = options
-    accumulator = torch.promote_types(dkept.dtype, torch.float32)
-    P, dP = probabilities.to(accumulator), dkept.to(accumulator)
+    P, dP = (x.to(accumulator(x.dtype)) for x in (probabilities, dkept))
     if dropout_p:
         dP = dP * _keep(dP.shape, numbers, dropout_p)
     return (scale * P * (dP - (P * dP).sum(-1, keepdim=True))).to(dkept.dtype)
