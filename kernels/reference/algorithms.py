@@ -116,18 +116,9 @@ def flash_attention(
 
 
 def flash_attention_backward(
-    Q: Tensor,
-    K: Tensor,
-    V: Tensor,
-    O: Tensor,
-    dO: Tensor,
-    l: Tensor,
-    m: Tensor,
-    B_r: int,
-    B_c: int,
-    watch: Watch = ignore,
-    causal: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+    Q: Tensor, K: Tensor, V: Tensor, O: Tensor, dO: Tensor, l: Tensor, m: Tensor, B_r: int, B_c: int,
+    watch: Watch = ignore, causal: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Run Algorithm 4 of FlashAttention (Dao et al., 2022): outer loop over tiles of K and V. Return dQ, dK and dV.
 
     P is recomputed from l and m. dQ is in HBM; every tile reads and rewrites it.
@@ -183,17 +174,9 @@ def flash_attention_2(
 
 
 def flash_attention_2_backward(
-    Q: Tensor,
-    K: Tensor,
-    V: Tensor,
-    O: Tensor,
-    dO: Tensor,
-    L: Tensor,
-    B_r: int,
-    B_c: int,
-    watch: Watch = ignore,
-    causal: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+    Q: Tensor, K: Tensor, V: Tensor, O: Tensor, dO: Tensor, L: Tensor, B_r: int, B_c: int,
+    watch: Watch = ignore, causal: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Run Algorithm 2 of FlashAttention-2 (Dao, 2023): outer loop over tiles of K and V. Return dQ, dK and dV.
 
     P = exp(S - L) is recomputed. dS = P o (dP - D) with D = rowsum(dO o O).
