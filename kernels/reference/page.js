@@ -162,8 +162,7 @@ function draw() {
   for (const button of document.querySelectorAll("[data-move]")) {
     button.ariaDisabled = String(position === (["first", "previous"].includes(button.dataset.move) ? 0 : end.steps));
   }
-  const example = settings.seed === 0 && settings.N === EXAMPLE.Q.length && settings.d === EXAMPLE.Q[0].length;
-  $("#source").textContent = example
+  $("#source").textContent = isExample(settings, EXAMPLE)
     ? "The numbers are the example of python -m kernels.reference."
     : "The numbers are random. Seed 0 with N = 4 and d = 2 is the example of python -m kernels.reference.";
   $("main").classList.toggle("dense", settings.d > 4);

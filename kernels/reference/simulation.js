@@ -254,9 +254,11 @@ const ALGORITHMS = {
   "flash2 backward": flash2Backward,
 };
 
+const isExample = ({ N, d, seed }, example) => seed === 0 && N === example.Q.length && d === example.Q[0].length;
+
 /** Return Q, K, V and dO: the example for seed 0 and its sizes, otherwise random multiples of 1/4 (mulberry32). */
 function inputs({ N, d, seed }, example) {
-  if (seed === 0 && N === example.Q.length && d === example.Q[0].length) return structuredClone(example);
+  if (isExample({ N, d, seed }, example)) return structuredClone(example);
   let state = seed;
   const random = () => {
     state = (state + 0x6d2b79f5) | 0;
