@@ -59,13 +59,13 @@ def cross_entropy_(logits: Tensor, targets: Tensor, vocab_size: int, gradient: b
     Columns from vocab_size on are padding and are ignored too. With `gradient` the gradient of the sum of the losses,
     softmax(logits) - one_hot(targets) and zero in the padding, overwrites the logits.
     """
-    true = logits[:, :vocab_size].to(torch.promote_types(logits.dtype, torch.float32))
-    logsumexp = true.logsumexp(1, keepdim=True)
+    x = logits[:, :vocab_size].to(torch.promote_types(logits.dtype, torch.float32))
+    logsumexp = x.logsumexp(1, keepdim=True)
     counts = (targets >= 0)[:, None]
     own = targets.clamp(min=0)[:, None]
-    losses = (logsumexp - true.gather(1, own)) * counts
+    losses = (logsumexp - x.gather(1, own)) * counts
     if gradient:
-        probabilities = (true - logsumexp).exp()
+        probabilities = (x - logsumexp).exp()
         probabilities.scatter_add_(1, own, probabilities.new_full((1, 1), -1).expand(len(targets), 1))
         logits.zero_()[:, :vocab_size] = probabilities * counts
     return losses[:, 0]

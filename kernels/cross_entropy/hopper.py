@@ -52,7 +52,7 @@ def _write_exponentials(results, out, sums, rows, columns, vocab_size):
         i, j = tile_at(n, rows, columns)
         first, left = i.to(gl.int64) * columns + j, rows - i
         p_sums = sums + j // N * rows + i
-        there, true = (j + o_n < columns)[None, :], (j + o_n < vocab_size)[None, :]
+        inside, in_vocabulary = (j + o_n < columns)[None, :], (j + o_n < vocab_size)[None, :]
         for half in gl.static_range(2):
             mbarrier.wait(c_full.index(half), n & 1)
             c_next = c_slots.index(half).slice(0, CHUNK).load(CHUNK_LAYOUT)
@@ -66,8 +66,8 @@ def _write_exponentials(results, out, sums, rows, columns, vocab_size):
                 # e = exp(C) in the epilogue
                 x = c.to(gl.float32)
                 x = gl.where(x > HIGHEST, HIGHEST, x)  # unlike gl.minimum, this keeps NaN
-                e = gl.where(true, gl.exp2(x * LOG2_E), 0.0)
-                gl.store(out + first + offsets, e.to(c.dtype), mask=(o_m < left)[:, None] & there)
+                e = gl.where(in_vocabulary, gl.exp2(x * LOG2_E), 0.0)
+                gl.store(out + first + offsets, e.to(c.dtype), mask=(o_m < left)[:, None] & inside)
                 gl.store(p_sums + o_m, gl.sum(e, 1), mask=o_m < left)
                 first += CHUNK * columns
                 p_sums += CHUNK
