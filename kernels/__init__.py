@@ -2,7 +2,7 @@
 
 An operator's folder holds definition.py (the algorithm in plain PyTorch), op.py (the PyTorch operator), launch.py (the
 choice of a kernel), triton_kernels.py and hopper.py (the kernels). `common` and `hopper` hold shared parts. `reference`
-holds the papers' algorithms, line by line.
+holds the papers' algorithms, line by line, and `ladder` holds kernels for teaching.
 """
 
 import os
