@@ -19,16 +19,7 @@ from data.loader import document_options
 from data.tokenizers import end_of_text
 from data.tokens import TokenSet, open_tokens
 from trainer.batch_size import check_batch_size, with_batch_size
-from trainer.build import (
-    build_loader,
-    build_meter,
-    build_model,
-    compile_model,
-    fix_randomness,
-    is_compiled,
-    open_logs,
-    run_shape,
-)
+from trainer.build import build_loader, build_meter, build_model, compile_model, fix_randomness, open_logs, run_shape
 from trainer.checkpoint.files import State
 from trainer.checkpoint.load import check_shared, load_resumed
 from trainer.checkpoint.policy import Checkpoints, open_checkpoints
@@ -144,8 +135,8 @@ def loop(
         if meter.step():  # the first step
             if state.step < settings.max_steps:
                 step = capture(step, state.model, config.model.context_length, settings, compute)
-            kinds = is_compiled(settings, compute), not isinstance(step, partial)
-            log.message(first_step_message(time.perf_counter() - began, *kinds))
+            seconds, as_graphs = time.perf_counter() - began, not isinstance(step, partial)
+            log.message(first_step_message(seconds, settings, compute, as_graphs))
         with log.row(state.step, state.tokens) as row:
             if is_due(settings.log_interval):
                 row |= watch.read() | meter.read() | state.fp8_scales.metrics()

@@ -12,6 +12,7 @@ from errors import UserError
 from model.attention import AttentionConfig
 from model.generate import generate
 from model.gpt2 import GPT2, ModelConfig
+from trainer.build import is_compiled
 from trainer.config import TrainConfig
 from trainer.evaluation import perplexity
 from trainer.layout import block, command, count, duration, fitted, paragraph, shown, three_digits
@@ -153,7 +154,7 @@ def sample(model: GPT2, tokens: TokenSet, settings: TrainConfig, compute: Comput
         return "a sample:\n" + fitted(tokenizer.decode(text))
 
 
-def first_step_message(seconds: float, compiled: bool, graphs: bool) -> str:
-    """Return how long the first step took, and what it included."""
-    included = ", compilation included" if compiled else ""
-    return f"first step in {seconds:.1f} s{included}{'; the next ones are CUDA graphs' if graphs else ''}"
+def first_step_message(seconds: float, settings: TrainConfig, compute: Compute, as_graphs: bool) -> str:
+    """Return how long the first step took, what it included, and whether CUDA graphs follow it."""
+    included = ", compilation included" if is_compiled(settings, compute) else ""
+    return f"first step in {seconds:.1f} s{included}{'; the next ones are CUDA graphs' if as_graphs else ''}"
