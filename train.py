@@ -28,6 +28,7 @@ from trainer.distributed.world import ALONE, World, join
 from trainer.evaluation import validate
 from trainer.folders import claimed
 from trainer.graphs import MicroStep, capture, check_graphs
+from trainer.loading import load_weights
 from trainer.loggers import Loggers, Metrics, checked
 from trainer.memory import explaining_out_of_memory
 from trainer.optimizer import build_optimizer, clip_gradients, learning_rate, set_learning_rate
@@ -62,8 +63,9 @@ def train(config: Config, resumed: State | None, world: World = ALONE) -> StopRe
     config.model = run_shape(config.model, tokens, resumed)
     config.train = with_batch_size(config, compute, train_step, micro_step)
     changes = changed_settings(resumed["config"], asdict(config)) if resumed else {}
-    options = {"document_mask": config.data.document_mask, "is_resumed": resumed_step is not None}
-    model = build_model(config.model, config.attention, config.train, compute, **options)
+    model = build_model(config.model, config.attention, config.train, compute, config.data.document_mask)
+    if config.model.pretrained is not None and not resumed:
+        load_weights(model, config.model.pretrained)
     model = shard(model, compute, config.train.reshard_after_forward)
     optimizer = build_optimizer(model, config.optimizer)
     options = {"timeout_s": config.train.timeout_s, "resumed_step": resumed_step}
@@ -72,8 +74,9 @@ def train(config: Config, resumed: State | None, world: World = ALONE) -> StopRe
         build_loader(config.train, tokens, config.model, compute) as loader,
         claimed({folder: "hydra.run.dir", saves_to: "checkpoint.dir"}, world),
     ):
-        options = {"config": asdict(config), "world": world}
-        state = TrainState(model, optimizer, compute.grad_scaler(), loader, tokens.tokenizer, **options)
+        state = TrainState(
+            model, optimizer, compute.grad_scaler(), loader, tokens.tokenizer, config=asdict(config), world=world
+        )
         world.draw_apart(config.train.seed + (resumed_step or 0))
         if resumed:
             state.load_state_dict(resumed)

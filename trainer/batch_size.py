@@ -180,8 +180,8 @@ def trial_settings(settings: TrainConfig, size: int, number: int, compute: Compu
 
 def take_trial_steps(config: Any, compute: Compute, train_step: Callable, micro_step: Callable) -> None:
     """Take two optimizer steps on random tokens, with a new model. The moments exist only after the first one."""
-    shape, options = config.model, {"document_mask": config.data.document_mask, "is_resumed": True}
-    model = build_model(shape, config.attention, config.train, compute, **options)
+    shape = config.model
+    model = build_model(shape, config.attention, config.train, compute, config.data.document_mask)
     batches = RandomBatches((2, config.train.batch_size, shape.context_length), shape.vocab_size, compute.device)
     optimizer = build_optimizer(model, config.optimizer)
     state = TrainState(model, optimizer, compute.grad_scaler(), batches, tokenizer="")

@@ -20,7 +20,7 @@ from trainer.checkpoint.load import check_resumable, of_this_version, sizes_of
 from trainer.config import TrainConfig
 from trainer.flops import model_flops_per_token, peak_flops
 from trainer.folders import link_latest
-from trainer.loading import load_weights, read_shape
+from trainer.loading import read_shape
 from trainer.loggers import Loggers, describe_changes, start_loggers
 from trainer.meters import ThroughputMeter
 from trainer.precision import Compute
@@ -61,23 +61,15 @@ def run_shape(shape: ModelConfig, tokens: TokenSet, resumed: State | None) -> Mo
 
 
 def build_model(
-    shape: ModelConfig,
-    attention: AttentionConfig,
-    settings: TrainConfig,
-    compute: Compute,
-    *,
-    document_mask: bool,
-    is_resumed: bool,
+    shape: ModelConfig, attention: AttentionConfig, settings: TrainConfig, compute: Compute, document_mask: bool
 ) -> GPT2:
-    """Return the model on its device, with random or pretrained weights. A resumed run loads its own weights later."""
+    """Return the model on its device, with random weights."""
     kind = {"head_dim": shape.head_dim, "dtype": compute.dtype, "dropout_p": shape.dropout, "documents": document_mask}
     kind |= {"context_length": shape.context_length, "groups": shape.groups, "sampling": settings.sample_tokens > 0}
     check_attention(attention, device=compute.device, **kind)
     check_fp8(shape, compute)
     torch.manual_seed(settings.seed)
     model = GPT2(shape, build_attention(attention), settings.activation_checkpointing, compute.fp8)
-    if shape.pretrained is not None and not is_resumed:
-        load_weights(model, shape.pretrained)
     return model.to(compute.device)
 
 
