@@ -7,7 +7,7 @@ from conf.schema import EvaluateConfig
 from data.tokenizers import get_tokenizer
 from data.tokens import open_tokens
 from errors import UserError
-from model.attention import check_attention
+from trainer.build import check_variant
 from trainer.distributed.world import refuse_several
 from trainer.evaluation import score, window_sizes
 from trainer.loading import load_model
@@ -28,9 +28,7 @@ def evaluate(config: EvaluateConfig) -> None:
         )
     context, stride = window_sizes(config.context_length, config.stride, model.config.context_length)
     documents = config.data.document_mask
-    kind = {"head_dim": model.config.head_dim, "dtype": compute.dtype, "dropout_p": 0.0, "documents": documents}
-    kind |= {"groups": model.config.groups}
-    check_attention(config.attention, device=compute.device, context_length=context, **kind)
+    check_variant(config.attention, model.config, compute, context_length=context, documents=documents)
     sizes, file = {"context": context, "stride": stride, "batch": config.batch_size}, tokens.dir / "val.bin"
     options = {"compute": compute, "document_mask": documents, "name": str(file)}
     result = score(model.to(compute.device), tokens.val, get_tokenizer(tokenizer), **sizes, **options)

@@ -6,8 +6,8 @@ from conf.cli import launch
 from conf.schema import SampleConfig
 from data.tokenizers import get_tokenizer
 from errors import UserError
-from model.attention import check_attention
 from model.generate import generate
+from trainer.build import check_variant
 from trainer.loading import load_model
 from trainer.precision import choose_compute
 
@@ -18,14 +18,7 @@ def sample(config: SampleConfig) -> None:
     model, tokenizer_name = load_model(config.checkpoint, config.attention)
     tokenizer = get_tokenizer(tokenizer_name)
     shape = model.config
-    kind = {
-        "head_dim": shape.head_dim,
-        "dtype": compute.dtype,
-        "dropout_p": 0.0,
-        "groups": shape.groups,
-        "sampling": True,
-    }
-    check_attention(config.attention, device=compute.device, context_length=shape.context_length, **kind)
+    check_variant(config.attention, shape, compute, sampling=True)
     prompt = tokenizer.encode(config.prompt) or [tokenizer.eot]
     if max(prompt) >= shape.vocab_size:
         raise UserError(

@@ -64,13 +64,19 @@ def build_model(
     shape: ModelConfig, attention: AttentionConfig, settings: TrainConfig, compute: Compute, document_mask: bool
 ) -> GPT2:
     """Return the model on its device, with random weights."""
-    kind = {"head_dim": shape.head_dim, "dtype": compute.dtype, "dropout_p": shape.dropout, "documents": document_mask}
-    kind |= {"context_length": shape.context_length, "groups": shape.groups, "sampling": settings.sample_tokens > 0}
-    check_attention(attention, device=compute.device, **kind)
+    asked = {"dropout_p": shape.dropout, "documents": document_mask, "sampling": settings.sample_tokens > 0}
+    check_variant(attention, shape, compute, **asked)
     check_fp8(shape, compute)
     torch.manual_seed(settings.seed)
     model = GPT2(shape, build_attention(attention), settings.activation_checkpointing, compute.fp8)
     return model.to(compute.device)
+
+
+def check_variant(attention: AttentionConfig, shape: ModelConfig, compute: Compute, **asked) -> None:
+    """Refuse an attention that cannot run a model of this shape. `asked` are further arguments of check_attention."""
+    sizes = {"head_dim": shape.head_dim, "groups": shape.groups, "context_length": shape.context_length}
+    kind = {"device": compute.device, "dtype": compute.dtype, "dropout_p": 0.0}
+    check_attention(attention, **sizes | kind | asked)
 
 
 def check_fp8(shape: ModelConfig, compute: Compute) -> None:
