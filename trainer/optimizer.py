@@ -155,13 +155,12 @@ def clip_gradients(optimizer: AdamW | Muon, scaler: torch.amp.GradScaler, grad_c
     gradients.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if scaler.is_enabled():
+    largest = grad_clip or math.inf
+    if scaler.is_enabled():  # fp16, which parallel.shard refuses for split weights
         scaler.unscale_(optimizer)
-        norm = nn.utils.clip_grad_norm_(parameters, grad_clip or math.inf)
-    else:
-        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        return nn.utils.clip_grad_norm_(parameters, largest)
+    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm  # over all processes
-    if not scaler.is_enabled():
-        optimizer.grad_scale = (norm / (grad_clip or math.inf)).clamp(min=1)
-        optimizer.found_inf = (~norm.isfinite()).float()
+    optimizer.grad_scale = (norm / largest).clamp(min=1)
+    optimizer.found_inf = (~norm.isfinite()).float()
     return norm
