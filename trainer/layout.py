@@ -43,7 +43,7 @@ def shortened(text: str, width: int) -> str:
 def block(label: str, items: Iterable[str]) -> str:
     """Return the items after the label, wrapped to the width of a line. An item that is too long loses its start."""
     room = WIDTH - INDENT - 1  # for a comma
-    return "\n".join(_filled(label, [shortened(item, room) for item in items], ",", INDENT))
+    return "\n".join(_filled(label, [shortened(item, room) for item in items], ", ", ",", INDENT))
 
 
 def command(label: str, words: Iterable[str]) -> str:
@@ -51,12 +51,12 @@ def command(label: str, words: Iterable[str]) -> str:
 
     A word that is too long stays whole.
     """
-    return "\n".join(_filled(label, list(words), " \\", INDENT + 4))
+    return "\n".join(_filled(label, list(words), " ", " \\", INDENT + 4))
 
 
-def _filled(label: str, items: list[str], end: str, indent: int) -> Iterator[str]:
-    """Yield lines filled with items. `end` ends each line but the last; items on a line have its comma between them."""
-    line, separator = f"{label:{INDENT}}{items[0]}", end.strip(" \\") + " "
+def _filled(label: str, items: list[str], separator: str, end: str, indent: int) -> Iterator[str]:
+    """Yield lines filled with items, which `separator` separates. Each line except the last has `end` at its end."""
+    line = f"{label:{INDENT}}{items[0]}"
     for item in items[1:]:
         if len(line + separator + item + end) > WIDTH:
             yield line + end
