@@ -32,8 +32,8 @@ def replay(config: ReplayConfig) -> None:
     refuse_several("replay.py")
     recorded = read_record(Path(config.record))
     attention = restore_attention(recorded["config"]["attention"], config.function)
-    settings = OmegaConf.merge(OmegaConf.structured(Config), recorded["config"] | {"attention": attention})
-    settings: Config = OmegaConf.to_object(settings)
+    run_config = recorded["config"] | {"attention": attention}
+    settings: Config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), run_config))
     source = config.checkpoint or recorded["checkpoint"]
     if source is None or not (config.checkpoint or Path(source).exists()):
         raise UserError(f"record={config.record} names no existing checkpoint ({source}); give one as checkpoint=...")
