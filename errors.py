@@ -22,7 +22,7 @@ class UserError(Exception):
 
 def check_choice(key: str, value: object, choices: Iterable[str]) -> None:
     """Refuse a setting that is not one of `choices`."""
-    if value not in list(choices):  # a list in place of a name has no hash
+    if value not in list(choices):  # a dict cannot look up a value without a hash, such as a list
         raise UserError(f"{key}={value} is unknown; choose one of {', '.join(map(str, choices))}")
 
 
@@ -31,11 +31,6 @@ def check_range(key: str, value: float | None, low: float, high: float | None = 
     if value is not None and not (low <= value < math.inf and (high is None or value <= high)):
         upper = "" if high is None else f" and at most {high}"
         raise UserError(f"{key}={value} is out of range; give at least {low}{upper}")
-
-
-def problem_of(error: UserError) -> str:
-    """Return the sentence of an error without its remedy, for a program whose remedy is another."""
-    return str(error).rpartition("; ")[0] or str(error)
 
 
 def check_rate(key: str, value: float) -> None:
@@ -86,6 +81,11 @@ def refuse(sentence: str) -> NoReturn:
     """Print the sentence in one line on stderr, and end the program with status 2."""
     print(f"error: {' '.join(sentence.splitlines())}", file=sys.stderr)
     sys.exit(2)
+
+
+def problem_of(error: UserError) -> str:
+    """Return the sentence of an error without its remedy, for a program that gives another remedy."""
+    return str(error).rpartition("; ")[0] or str(error)
 
 
 def first_line(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""What a run says about itself at its start and at its end."""
+"""The texts that a run prints at its start and at its end."""
 
 import signal
 from collections.abc import Iterator, Sequence
