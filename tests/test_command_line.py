@@ -114,7 +114,7 @@ def test_tokens_without_a_folder_are_refused(workplace):
 
 
 def test_validation_tokens_that_fill_no_window_are_refused_before_training(workplace):
-    """Not at the first evaluation, when the steps before it are lost; and before a model of that length is made."""
+    """The first evaluation would find this too late. The check comes before the model, which may be too large."""
     before = files_below(workplace)
     tokens = np.fromfile("tokens/val.bin", dtype="<u2").size
     for context in (tokens, 10**9):
@@ -173,7 +173,7 @@ def test_context_longer_than_the_pretrained_positions_is_refused(workplace, expo
 
 
 def test_token_outside_the_vocabulary_is_refused_with_its_offset(workplace):
-    """A file of GPT-2's tokens that is read as bytes."""
+    """Such a file holds tokens of GPT-2, and the run reads them as bytes."""
     content = bytearray(Path("tokens/train.bin").read_bytes())
     content[1001] = 7  # token 500 is now above 256
     Path("tokens/train.bin").write_bytes(content)

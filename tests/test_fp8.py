@@ -86,7 +86,7 @@ def test_a_recorded_step_is_replayed_in_fp8_with_the_scales_of_its_checkpoint(wo
 
 @pytest.mark.slow
 def test_several_processes_train_the_same_model_as_one(tmp_path, monkeypatch):
-    """All take the largest numbers of all. Gradients are rounded for each micro-batch, and so not to the same bits."""
+    """All processes share their largest numbers. Gradients are rounded for each micro-batch, so the bits differ."""
     monkeypatch.chdir(tmp_path)
     write_tokens(tmp_path / "tokens")
     settings = f"{GLOBAL} precision=fp8 device=cpu train.compile=false"

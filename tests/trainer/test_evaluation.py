@@ -1,4 +1,4 @@
-"""Scores over a whole token file: every token once, and the same figure as transformers by the same windows."""
+"""Scores over a whole token file: every token counts once, and the loss is that of transformers in the same windows."""
 
 import json
 import math
@@ -60,7 +60,7 @@ def test_windows_that_leave_tokens_out_are_refused(settings, message):
 
 
 def test_a_file_that_is_cut_while_it_is_scored_is_told(tmp_path):
-    """To look at what is no longer there would kill the process."""
+    """Reading the part that is gone would kill the process."""
     path, byte = tmp_path / "val.bin", get_tokenizer("byte")
     np.full(3 * 4096, 7, np.uint16).tofile(path)
     model, compute = nn.Module(), SimpleNamespace(device=torch.device("cpu"), autocast=nullcontext)
@@ -141,7 +141,7 @@ def test_a_checkpoint_of_ours_is_evaluated_on_all_its_tokens(tmp_path, trained):
 
 
 def test_a_model_trained_in_a_window_is_not_scored_without_it(tmp_path, workplace):
-    """Nor sampled. Its perplexity was another then, and nothing told."""
+    """sample.py refuses too. Without the window, the perplexity was wrong, and no message said so."""
     window = "attention=local", "attention.window=4"
     train("run", *window, "train.max_steps=2").ok()
     data = "checkpoint=run", "data=tokens", "data.dir=tokens", "data.tokenizer=byte"
@@ -153,7 +153,7 @@ def test_a_model_trained_in_a_window_is_not_scored_without_it(tmp_path, workplac
             assert "checkpoint=run was trained with attention=local attention.window=4, but" in outcome.err
     resumed = "checkpoint.resume=run/checkpoints", "train.max_steps=9", "optimizer.lr=1e300", "attention=flash2"
     record = re.search(r"record=\S+", train("later", *resumed).err)[0]
-    run("replay.py", record, data[0]).ok()  # the attention is that of the step
+    run("replay.py", record, data[0]).ok()  # with the attention of the recorded run
     assert "trained with attention=local attention.window=4" in run("export.py", data[0], "to=exported").ok().out
 
 

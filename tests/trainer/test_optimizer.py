@@ -74,7 +74,7 @@ def test_every_parameter_is_in_exactly_one_group(model):
 
 
 def test_decay_shrinks_matrices_and_tables_alone(model):
-    """Where the gradient is zero AdamW only decays: by 1 - lr x weight_decay = 1 - 0.1 x 0.5."""
+    """If the gradient is zero, AdamW only decays: it multiplies by 1 - lr x weight_decay = 1 - 0.1 x 0.5."""
     optimizer = build_optimizer(model, OptimizerConfig(weight_decay=0.5))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -132,14 +132,14 @@ def test_without_decay_steps_the_cosine_ends_with_training():
 
 
 def test_the_cosine_ends_at_a_tenth_unless_told_otherwise():
-    """Of whatever rate: one for fine-tuning was refused, as below the least one of training from nothing."""
+    """A rate for fine-tuning was refused, because it was below the fixed min_lr for training from scratch."""
     assert learning_rate(200, OptimizerConfig(lr=3e-5), max_steps=200) == pytest.approx(3e-6)
     assert learning_rate(200, OptimizerConfig(lr=0.0), max_steps=200) == 0
 
 
 @pytest.mark.parametrize(("grad_clip", "norm"), [(1.0, 1.0), (4.0, 4.0), (10.0, 5.0), (0.0, 5.0)])
 def test_the_gradient_is_clipped_as_a_whole(grad_clip, norm):
-    """Gradients 3 and 4, of norm 5 together; the first moment is a tenth of what the optimizer was given."""
+    """The gradients are 3 and 4, so their norm is 5. The first moment is a tenth of the clipped gradient."""
     pair = nn.Linear(1, 1)
     optimizer = build_optimizer(pair, OptimizerConfig(beta1=0.9))
     gradients = [torch.tensor([[3.0]]), torch.tensor([4.0])]
@@ -162,7 +162,7 @@ def test_the_loss_scale_is_taken_out_before_clipping():
 @pytest.mark.parametrize("grad_clip", [0.0, 1.0], ids=["not clipped", "clipped"])
 @pytest.mark.parametrize("at_first", [True, False], ids=["at the first step", "at a later step"])
 def test_a_gradient_that_is_not_finite_leaves_no_trace(model, bad, scaled, grad_clip, at_first):
-    """Of two equal runs one meets it; after the next step both are the same to the bit."""
+    """Only one of two equal runs gets such a gradient. After the next step, both are equal bit for bit."""
     twin = copy.deepcopy(model)
     runs = []
     for net in (model, twin):
@@ -193,7 +193,7 @@ def test_a_gradient_that_is_not_finite_leaves_no_trace(model, bad, scaled, grad_
 @pytest.mark.gpu
 @pytest.mark.parametrize("scaled", [False, True], ids=["without a scaler", "with the scaler of fp16"])
 def test_steps_on_a_gpu_are_those_of_torchs_fused_adamw(model, scaled, monkeypatch):
-    """One of them with a gradient that is not finite, and another after the state was saved and loaded."""
+    """The gradient of step 2 is not finite. Before step 4, the state is saved and loaded."""
     launches, adamw_ = [], triton_kernels.adamw_
     monkeypatch.setattr(triton_kernels, "adamw_", lambda *args, **config: launches.append(adamw_(*args, **config)))
     nets = [model.cuda(), copy.deepcopy(model)]
@@ -208,7 +208,7 @@ def test_steps_on_a_gpu_are_those_of_torchs_fused_adamw(model, scaled, monkeypat
         gradients[5].view(-1)[3] = math.inf if seed == 2 else 0.0
         for net, optimizer, scaler in zip(nets, optimizers, scalers, strict=True):
             take_step(net, optimizer, gradients, grad_clip=1.0, scaler=scaler)
-    assert len(launches) == 2 * 6  # a group each
+    assert len(launches) == 2 * 6  # one for each of two groups
     for ours, theirs in zip(*(state_of(*pair) for pair in zip(nets, optimizers, strict=True)), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
 
@@ -222,7 +222,7 @@ def mesh() -> Iterator[DeviceMesh]:
 
 
 def test_the_kernel_steps_weights_that_are_split(model, mesh):
-    """Where there is no GPU it runs in the interpreter, and is called past the choice of device."""
+    """Without a GPU, the kernel runs in the interpreter. So the test calls it past the choice of device."""
     nets = [model.to(DEVICE), copy.deepcopy(model)]
     kinds = AdamW, torch.optim.AdamW
     for net in nets:
@@ -234,7 +234,7 @@ def test_the_kernel_steps_weights_that_are_split(model, mesh):
         for net in nets:
             net(tokens, tokens).backward()
         for ours, theirs in zip(*(net.parameters() for net in nets), strict=True):
-            theirs.grad.copy_(ours.grad)  # keys' biases have none but what rounding leaves, which AdamW makes large
+            theirs.grad.copy_(ours.grad)  # those of the keys' biases are rounding errors, which AdamW magnifies
         norms = [step(optimizer, UNSCALED, 0.01, 0.1) for optimizer in optimizers]
         torch.testing.assert_close(*norms)
     for ours, theirs in zip(*(state_of(*pair) for pair in zip(nets, optimizers, strict=True)), strict=True):
@@ -285,7 +285,7 @@ def test_a_decay_upwards_is_refused():
     ],
 )
 def test_schedules_that_never_peak_or_that_jump_are_told(settings, step, max_steps, words):
-    """The rate before `step` is that of a schedule of 10 steps without settings."""
+    """Until `step`, the run had the schedule `old` over 10 steps."""
     old = OptimizerConfig(lr=1.0, warmup_steps=2)
     new = OptimizerConfig(**({"lr": 1.0, "warmup_steps": 2} | settings))
     told = list(schedule_remarks(step, learning_rate(step - 1, old, 10), new, max_steps))
