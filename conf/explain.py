@@ -43,7 +43,8 @@ def explain(error: Exception) -> str:
     """Return one sentence for what Hydra or OmegaConf refused."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return _unknown_choice(error)
-    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
+    # Hydra raises some of its errors while it handles the cause, without "from".
+    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error.__context__
     key = str(cause.full_key or cause.key) if isinstance(cause, OmegaConfBaseException) else ""
     if isinstance(cause, MissingMandatoryValue):
         return f"{key} has no value; give {key}=..."

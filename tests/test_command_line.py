@@ -229,6 +229,8 @@ def test_a_slip_is_told_with_what_was_meant(workplace, override, sentence):
 def test_a_group_of_another_program_is_refused(workplace):
     (line,) = run("export.py", "precision=fp8").err.splitlines()
     assert line.startswith("error: precision is not a setting of this program; leave it out, or see --help")
+    (line,) = run("export.py", "checkpoint=run", "to=model", "+precision=fp8").err.splitlines()
+    assert line == "error: precision is not a setting; choose among checkpoint, to"
 
 
 def test_help_names_every_group_and_choice_and_the_keys_used_most(workplace):
