@@ -1,32 +1,36 @@
 """The Triton and Gluon kernels that a call launches, with their resources, and their compilation side by side."""
 
-import ctypes
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from math import prod
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import torch
 from triton import AsyncCompileMode
 from triton.runtime.jit import JITFunction
 
-from bench.paper.occupancy import WARP, device_limits, residency, waves
+from bench.paper.occupancy import WARP, Residency, device_limits, residency, waves
 from kernels.common import launching
 
 
-class Launch:
-    """A kernel that was launched: its name, its compilation and the number of programs."""
+class Launch(NamedTuple):
+    """A kernel that was launched."""
 
-    def __init__(self, name: str, compiled, grid: tuple[int, ...]):
-        self.name, self.compiled, self.programs = name, compiled, prod(grid)
+    name: str
+    compiled: Any
+    """Triton's CompiledKernel."""
+    programs: int
 
-    def resources(self, driver: ctypes.CDLL, multiprocessors: int) -> dict:
-        """Return the kernel's registers of a thread, spills, shared memory and residency."""
-        compiled, warps = self.compiled, self.compiled.metadata.num_warps
-        held = residency(compiled.n_regs, compiled.metadata.shared, WARP * warps, device_limits(driver))
-        found = {"kernel": self.name, "warps": warps, "registers": compiled.n_regs, "spills": compiled.n_spills}
-        found |= {"shared_bytes": compiled.metadata.shared, "resident": held.programs, "limit": held.cause}
-        return found | {"occupancy": held.occupancy, "waves": waves(self.programs, held.programs, multiprocessors)}
+    def resources(self) -> tuple[dict, Residency]:
+        """Return the registers of a thread, spills, bytes of shared memory, occupancy and waves, and the residency."""
+        compiled, shared = self.compiled, self.compiled.metadata.shared
+        held = residency(compiled.n_regs, shared, WARP * compiled.metadata.num_warps, device_limits())
+        found = {"registers": compiled.n_regs, "spills": compiled.n_spills, "shared_bytes": shared}
+        multiprocessors = torch.cuda.get_device_properties().multi_processor_count
+        found |= {"occupancy": held.occupancy, "waves": waves(self.programs, held.programs, multiprocessors)}
+        return found, held
 
 
 @contextmanager
@@ -36,7 +40,7 @@ def launches() -> Iterator[list[Launch]]:
 
     def record(self, *args, grid, warmup, **options):
         compiled = run(self, *args, grid=grid, warmup=warmup, **options)
-        found.append(Launch(self.__name__, compiled, grid))
+        found.append(Launch(self.__name__, compiled, prod(grid)))
         return compiled
 
     launching.compiled_kernels.clear()  # launch_kernel starts a kernel that it knows without Triton's launcher

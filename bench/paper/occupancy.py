@@ -77,17 +77,17 @@ def waves(programs: int, resident: int, multiprocessors: int) -> float:
     return programs / (resident * multiprocessors)
 
 
-def device_limits(driver: ctypes.CDLL, device: int = 0) -> Limits:
-    """Return the limits of a CUDA device; `driver` is libcuda."""
-    has = torch.cuda.get_device_properties(device)
-    programs, reserved = (_attribute(driver, number, device) for number in (MAX_PROGRAMS, RESERVED_SHARED))
+def device_limits() -> Limits:
+    """Return the limits of the first CUDA device."""
+    has = torch.cuda.get_device_properties()
+    programs, reserved = map(_attribute, (MAX_PROGRAMS, RESERVED_SHARED))
     sizes = has.regs_per_multiprocessor, has.shared_memory_per_multiprocessor
     return Limits(*sizes, reserved, has.max_threads_per_multi_processor, programs)
 
 
-def _attribute(driver: ctypes.CDLL, number: int, device: int) -> int:
+def _attribute(number: int) -> int:
     value = ctypes.c_int()
-    status = driver.cuDeviceGetAttribute(ctypes.byref(value), number, device)
+    status = ctypes.CDLL("libcuda.so.1").cuDeviceGetAttribute(ctypes.byref(value), number, 0)
     if status:
         raise RuntimeError(f"cuDeviceGetAttribute({number}) returned {status}")
     return value.value

@@ -5,7 +5,6 @@ other, with fewer samples. Where ncu may read the GPU's counters, it then profil
 the backward pass of each step.
 """
 
-import ctypes
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -99,7 +98,7 @@ def timed(
     series = {False: [], True: []}  # by whether a call is slow
     for name, call in calls.items():
         with recorded([rows[name]], gpu):
-            rows[name]["kernels"] = checked(rows[name], call, shape, truth, gpu)
+            rows[name]["kernels"] = checked(rows[name], call, shape, truth)
             is_slow = gpu.milliseconds(call, 1, LEAST_SPIN_MS) > SLOW_MS
             sampler = Sampler(call, 1, LEAST_SPIN_MS) if is_slow else sampler_of(call, gpu)[0]
             series[is_slow].append(Series(rows[name], sampler))
@@ -118,16 +117,18 @@ def missing_in_interpreter(step: ModuleType) -> str | None:
     return "reduction by TMA" if "TensorDescriptor" in vars(step) else None
 
 
-def checked(row: dict, call: Callable[[], object], shape: AttentionShape, truth: Truth, gpu: Gpu) -> list[dict]:
+def checked(row: dict, call: Callable[[], object], shape: AttentionShape, truth: Truth) -> list[dict]:
     """Run a pass, store its error in the row, and return the resources of the Triton kernels that it launched."""
     with launches() as launched, nan_in_new_memory(row["variant"] in ladder.FORWARD + ladder.BACKWARD):
         found = call()
     results = (found,) if isinstance(found, Tensor) else found
     row["error"] = judge(row["variant"], dict(zip(RESULTS[row["pass"]], results, strict=True)), shape, truth)
-    if gpu.device == "cpu":
-        return []
-    driver, multiprocessors = ctypes.CDLL("libcuda.so.1"), torch.cuda.get_device_properties().multi_processor_count
-    return [launch.resources(driver, multiprocessors) for launch in launched]
+    kernels = []
+    for launch in launched:  # none in Triton's interpreter
+        found, held = launch.resources()
+        named = {"kernel": launch.name, "warps": launch.compiled.metadata.num_warps}
+        kernels.append(named | found | {"resident": held.programs, "limit": held.cause})
+    return kernels
 
 
 @contextmanager

@@ -1,15 +1,13 @@
 """Time and resources of flash2's plain Triton forward kernel for each tile of B_r queries by B_c keys."""
 
-import ctypes
 import statistics
 from collections.abc import Iterator
 from functools import partial
 
-import torch
 from matplotlib.figure import Figure, SubFigure
 from triton.runtime.errors import OutOfResources
 
-from bench.attention.accuracy import Truth, WrongResult, pick, relative_error, truth_of
+from bench.attention.accuracy import Truth, judge, truth_of
 from bench.attention.contenders import Inputs, draw_inputs
 from bench.attention.shapes import AttentionShape
 from bench.common.drawing import SMALL, WIDTH, styled
@@ -19,9 +17,9 @@ from bench.common.timing import Gpu, recorded, sampler_of
 from bench.paper.attentions import tiled
 from bench.paper.byte_counts import share_of, tile_traffic
 from bench.paper.hbm_counters import counted
-from bench.paper.occupancy import WARP, device_limits, limiting, residency, waves
+from bench.paper.launches import launches
+from bench.paper.occupancy import limiting
 from bench.paper.settings import PaperSettings
-from kernels.common import launching as launcher
 from kernels.common.launching import arch_of
 from kernels.flash2.tiles import TileConfig
 
@@ -74,17 +72,15 @@ def measure(cell: dict, gpu: Gpu, settings: PaperSettings) -> Iterator[dict]:
 def measure_tile(tile: TileConfig, shape: AttentionShape, data: Inputs, truth: Truth, gpu: Gpu, samples: int) -> dict:
     """Return time and resources of the kernel with this tile. Raise WrongResult if its error is too large."""
     call = partial(tiled(tile), *data[:3], causal=shape.causal, scale=shape.head_dim**-0.5)
-    launcher.compiled_kernels.clear()
-    allowed = truth.allowed("flash2")[0]
-    error = relative_error(pick(call(), shape.kv_heads, truth.pairs), truth.exact[0])
-    if not error <= allowed:  # also true for NaN
-        raise WrongResult(f"the error of out is {error:.1e}, above the allowed {allowed:.1e}")
+    with launches() as launched:
+        error = judge("flash2", {"out": call()}, shape, truth)
     sampler, _ = sampler_of(call, gpu)
     ms = statistics.median(sampler.sample(gpu) for _ in range(samples))
     row = {"ms": ms, "tflops": shape.flops("forward") / ms / 1e9, "error": error, "status": "ok"}
     row["computed"] = computed_bytes(tile, shape, arch_of(data.q.device))
-    for kernel in launcher.compiled_kernels.values():  # one; none in Triton's interpreter
-        row |= resources(kernel, tile, shape)
+    for launch in launched:  # one; none in Triton's interpreter
+        found, held = launch.resources()
+        row |= found | {"resident_blocks": held.programs, "limits": held.by_cause}
     return row
 
 
@@ -94,22 +90,6 @@ def computed_bytes(tile: TileConfig, shape: AttentionShape, arch: str) -> dict[s
     share = share_of("flash2", n, tile.queries, tile.keys) if shape.causal else 1.0
     wgmma = arch == "sm_90" and tile.queries >= 64
     return {key: heads * count for key, count in tile_traffic(n, shape.head_dim, tile, share, wgmma).items()}
-
-
-def resources(kernel, tile: TileConfig, shape: AttentionShape) -> dict:
-    """Return what a compiled kernel takes, how many of its programs are resident, and why not more."""
-    driver, threads, shared = ctypes.CDLL("libcuda.so.1"), WARP * tile.warps, kernel.metadata.shared
-    held = residency(kernel.n_regs, shared, threads, device_limits(driver))
-    grid = shape.batch * shape.heads * -(-shape.seq_len // tile.queries)
-    return {
-        "registers": kernel.n_regs,
-        "spills": kernel.n_spills,
-        "shared_bytes": shared,
-        "resident_blocks": held.programs,
-        "limits": held.by_cause,
-        "occupancy": held.occupancy,
-        "waves": waves(grid, held.programs, torch.cuda.get_device_properties().multi_processor_count),
-    }
 
 
 def markdown(rows: list[dict]) -> str:

@@ -1,5 +1,6 @@
 """The table of the ladder, with made-up steps: each is checked, timed and compared with the step before it."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,7 @@ from bench.paper.settings import PaperSettings
 from bench.paper.tables import ladder
 from errors import UserError
 from kernels.naive.definition import standard_attention
-from tests.bench.stopwatch import Stopwatch
+from tests.bench.stopwatch import TINY, Stopwatch
 
 SMOKE = PaperSettings(size="smoke")
 CELL = {"measured": "kernel", "pass": "forward"}
@@ -126,30 +127,40 @@ def test_the_table_has_gains_over_the_step_before_and_the_resources_of_each_kern
     assert list(ladder.pictures(rows, "a GPU")) == ["-forward"]
 
 
-def test_the_launches_of_a_call_are_listed_with_their_resources(monkeypatch):
-    """96 registers and 73,752 bytes allow 3 programs of 4 warps, and 792 programs are two waves on 132 SMs."""
-    metadata = SimpleNamespace(num_warps=4, shared=73_752)
-    compiled = SimpleNamespace(metadata=metadata, n_regs=96, n_spills=0)
+def test_the_launches_of_a_call_are_listed(monkeypatch):
+    compiled = SimpleNamespace()
     monkeypatch.setattr(JITFunction, "run", lambda self, *args, grid, warmup, **options: compiled)
-    monkeypatch.setattr(launches, "device_limits", lambda driver: HOPPER)
     launching = launches.launching
     monkeypatch.setattr(launching, "compiled_kernels", {"key": "a kernel that would bypass Triton's launcher"})
     with launches.launches() as found:
         assert JITFunction.run(SimpleNamespace(__name__="kernel"), grid=(99, 8), warmup=False) is compiled
         assert launching.compiled_kernels == {}
     JITFunction.run(SimpleNamespace(__name__="later"), grid=(1,), warmup=False)
-    (launch,) = found
-    assert launch.resources(driver=None, multiprocessors=132) == {
-        "kernel": "kernel",
-        "warps": 4,
-        "registers": 96,
-        "spills": 0,
-        "shared_bytes": 73_752,
-        "resident": 3,
-        "limit": "shared memory",
-        "occupancy": 12 / 64,
-        "waves": 2.0,
-    }
+    assert found == [("kernel", compiled, 99 * 8)]
+
+
+def test_a_checked_step_has_the_resources_of_its_kernels(monkeypatch):
+    """96 registers and 73,752 bytes allow 3 programs of 4 warps, and 792 programs are two waves on 132 SMs."""
+    metadata = SimpleNamespace(num_warps=4, shared=73_752)
+    compiled = SimpleNamespace(metadata=metadata, n_regs=96, n_spills=0)
+    has = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: has)
+    monkeypatch.setattr(launches, "device_limits", lambda: HOPPER)
+    monkeypatch.setattr(ladder, "launches", lambda: nullcontext([launches.Launch("kernel", compiled, 792)]))
+    monkeypatch.setattr(ladder, "judge", lambda *_: 0.0)
+    assert ladder.checked({"variant": "flash2", "pass": "forward"}, lambda: torch.zeros(1), TINY, None) == [
+        {
+            "kernel": "kernel",
+            "warps": 4,
+            "registers": 96,
+            "spills": 0,
+            "shared_bytes": 73_752,
+            "resident": 3,
+            "limit": "shared memory",
+            "occupancy": 12 / 64,
+            "waves": 2.0,
+        }
+    ]
 
 
 def test_kernels_are_compiled_side_by_side_and_not_launched(monkeypatch):

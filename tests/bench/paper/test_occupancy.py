@@ -5,11 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench.attention.shapes import AttentionShape
 from bench.paper import occupancy
+from bench.paper.launches import Launch
 from bench.paper.occupancy import Limits
-from bench.paper.tables import tile_sizes
-from kernels.flash2.tiles import TileConfig
 
 HOPPER = Limits(registers=65536, shared_bytes=228 * 1024, reserved_bytes=1024, threads=2048, programs=32)
 
@@ -79,14 +77,13 @@ class Driver:
         return 0
 
 
-def test_a_tile_has_its_limits_its_occupancy_and_its_waves(monkeypatch):
-    """194 registers allow 2 programs. 2 x 2 heads of 3 tiles are 12 programs; 2 on each of 3 multiprocessors run."""
+def test_a_launch_has_its_limits_its_occupancy_and_its_waves(monkeypatch):
+    """194 registers allow 2 programs on each of 3 multiprocessors, so 12 programs are two waves."""
     has = {"regs_per_multiprocessor": 65536, "shared_memory_per_multiprocessor": 228 * 1024}
     has |= {"max_threads_per_multi_processor": 2048, "multi_processor_count": 3}
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=0: SimpleNamespace(**has))
-    monkeypatch.setattr(tile_sizes.ctypes, "CDLL", lambda name: Driver())
-    kernel = SimpleNamespace(n_regs=194, n_spills=0, metadata=SimpleNamespace(shared=49152))
-    shape = AttentionShape("three tiles", batch=2, seq_len=33, heads=2, head_dim=16)
-    found = tile_sizes.resources(kernel, TileConfig(16, 16, 4, 2), shape)
-    assert found["limits"] == {"registers": 2, "shared memory": 4, "warps": 16, "programs": 32}
-    assert (found["resident_blocks"], found["occupancy"], found["waves"]) == (2, 8 / 64, 2.0)
+    monkeypatch.setattr(occupancy.ctypes, "CDLL", lambda name: Driver())
+    kernel = SimpleNamespace(n_regs=194, n_spills=0, metadata=SimpleNamespace(shared=49152, num_warps=4))
+    found, held = Launch("kernel", kernel, programs=12).resources()
+    assert held.by_cause == {"registers": 2, "shared memory": 4, "warps": 16, "programs": 32}
+    assert (held.programs, found["occupancy"], found["waves"]) == (2, 8 / 64, 2.0)
