@@ -184,20 +184,27 @@ def _compute_gradients(
     F.cross_entropy(logits, labels).backward()
 
 
+def graph_of(call: Callable[[], object], pool: tuple[int, int] | None = None) -> Callable[[], None]:
+    """Capture a call in a CUDA graph with memory of `pool`, and return the replay of the graph."""
+    graph = torch.cuda.CUDAGraph()
+    gc.collect()  # reference cycles left by the compiler may hold memory that the graph needs
+    with torch.cuda.graph(graph, pool):
+        call()
+    return graph.replay
+
+
 def _captured(gradients: Callable, batch: tuple[Tensor, Tensor | None, Tensor]) -> Callable:
     """Return `gradients` as a CUDA graph for batches of this shape. Each call overwrites the gradients of the last."""
-    inputs, graph = [None if x is None else x.clone() for x in batch], torch.cuda.CUDAGraph()
-    gc.collect()  # reference cycles left by the compiler may hold memory that the graph needs
-    with torch.cuda.graph(graph):
-        gradients(*inputs)
+    inputs = [None if x is None else x.clone() for x in batch]
+    replay = graph_of(partial(gradients, *inputs))
 
-    def replay(*batch: Tensor | None) -> None:
+    def replay_on(*batch: Tensor | None) -> None:
         for kept, new in zip(inputs, batch, strict=True):
             if kept is not None:
                 kept.copy_(new)
-        graph.replay()
+        replay()
 
-    return replay
+    return replay_on
 
 
 @torch.no_grad()

@@ -4,7 +4,6 @@ On a GPU, a step is a CUDA graph, so that the host's speed does not matter. The 
 only one of them runs at a time. A step that cannot be captured is timed without a graph, and its row says so.
 """
 
-import gc
 from collections.abc import Callable
 from functools import partial
 
@@ -21,7 +20,7 @@ from bench.lra.config import EncoderConfig
 from bench.lra.encoder import Classifier, packing_of
 from bench.lra.listops import LONGEST, SHORTEST
 from bench.lra.tasks import Task
-from bench.lra.training import shape_of
+from bench.lra.training import graph_of, shape_of
 from bench.paper.turns import take_turns
 from errors import UserError, first_line, is_of_gpu_memory, problem_of
 from trainer.meters import GIB
@@ -121,11 +120,8 @@ def warm_step(row: dict, task: Task, backend: str, gpu: Gpu) -> Step | None:
 
 def captured(step: Step, row: dict, pool: tuple[int, int]) -> Step:
     """Return a step as a CUDA graph in `pool`. If the capture fails, return the step itself and say so in the row."""
-    graph = torch.cuda.CUDAGraph()
-    gc.collect()  # reference cycles left by the compiler may hold memory that the graph needs
     try:
-        with torch.cuda.graph(graph, pool):
-            step()
+        replay = graph_of(step, pool)
     except RuntimeError as error:
         cause = error.__context__ or error  # the error that ended the capture
         if any(map(is_of_gpu_memory, (error, cause))):
@@ -133,7 +129,7 @@ def captured(step: Step, row: dict, pool: tuple[int, int]) -> Step:
         row.update(graph=False, message=first_line(cause))
         return step
     row["graph"] = True
-    return graph.replay
+    return replay
 
 
 def time_steps(rows: list[dict], task: Task, backend: str, gpu: Gpu, rounds: int) -> None:
