@@ -164,7 +164,14 @@ def _train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=task.learning_rate, eps=1e-6, weight_decay=0, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(rate_share, task=task, steps=steps))
     model.train()
-    gradients = partial(_compute_gradients, torch.compile(model) if compiled else model, optimizer, compute)
+    forward = torch.compile(model) if compiled else model
+
+    def gradients(tokens: Tensor, lengths: Tensor | None, labels: Tensor) -> None:
+        optimizer.zero_grad()
+        with compute.autocast():
+            logits = forward(tokens, lengths)
+        F.cross_entropy(logits, labels).backward()
+
     for step in track(range(steps), description=f"{task.name}, {steps:,} steps"):
         batch = next(batches)
         if as_graph and step == CAPTURED:
@@ -172,16 +179,6 @@ def _train(
         gradients(*batch)
         optimizer.step()
         schedule.step()
-
-
-def _compute_gradients(
-    forward: Callable, optimizer: torch.optim.Optimizer, compute: Compute, tokens: Tensor, lengths: Tensor | None,
-    labels: Tensor,
-) -> None:  # fmt: skip
-    optimizer.zero_grad()
-    with compute.autocast():
-        logits = forward(tokens, lengths)
-    F.cross_entropy(logits, labels).backward()
 
 
 def graph_of(call: Callable[[], object], pool: tuple[int, int] | None = None) -> Callable[[], None]:
