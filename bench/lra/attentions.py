@@ -1,4 +1,4 @@
-"""The attentions of Long Range Arena by name: exact ones of the registry, and approximate ones.
+"""The attentions of Long Range Arena by name: some of the registry, and approximate ones.
 
 All are called as f(q, k, v) -> out. q, k, v and out are (B, T, H, D) of one floating dtype. Every token may attend to
 every token (no causal mask), and scores are scaled by D**-0.5 except in linear attention.
@@ -19,11 +19,13 @@ from bench.lra.config import EncoderConfig
 from errors import check_choice
 from model.attention import VARIANTS
 
+EXACT = "naive", "fused_softmax", "flash1", "flash2"
+"""The attentions that compute all pairs. UNPADDED does too, for the real tokens."""
 UNPADDED = "flash2_unpadded"
 """flash2 whose classifier leaves out the padding: see bench.lra.encoder.Classifier."""
 
 
-class Exact:
+class Registered:
     """An attention of the registry, without a causal mask."""
 
     def __init__(self, config: EncoderConfig, name: str):
@@ -35,9 +37,9 @@ class Exact:
 
 
 ATTENTIONS: dict[str, Callable[[EncoderConfig], Callable[..., Tensor]]] = {
-    **{name: partial(Exact, name=name) for name in ("naive", "fused_softmax", "flash1", "flash2")},
-    UNPADDED: partial(Exact, name="flash2"),
-    "block_sparse": partial(Exact, name="block_sparse"),
+    **{name: partial(Registered, name=name) for name in EXACT},
+    UNPADDED: partial(Registered, name="flash2"),
+    "block_sparse": partial(Registered, name="block_sparse"),
     "linformer": Linformer,
     "linear": LinearAttention,
     "performer": Performer,
@@ -45,7 +47,7 @@ ATTENTIONS: dict[str, Callable[[EncoderConfig], Callable[..., Tensor]]] = {
     "reformer": Reformer,
     "smyrf": Smyrf,
 }
-"""The builders of the attentions."""
+"""The builders of the attentions, in the order of the tables."""
 
 
 def build_attention(name: str, config: EncoderConfig) -> Callable[..., Tensor]:

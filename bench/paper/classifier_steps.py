@@ -15,7 +15,7 @@ from bench.attention.accuracy import check, truth_of
 from bench.attention.contenders import bind, draw_inputs
 from bench.attention.shapes import AttentionShape
 from bench.common.timing import Gpu, recorded
-from bench.lra.attentions import UNPADDED, build_attention
+from bench.lra.attentions import EXACT, UNPADDED, build_attention
 from bench.lra.config import EncoderConfig
 from bench.lra.encoder import Classifier, packing_of
 from bench.lra.listops import LONGEST, SHORTEST
@@ -25,7 +25,6 @@ from bench.paper.turns import take_turns
 from errors import UserError, first_line, is_of_gpu_memory, problem_of
 from trainer.meters import GIB
 
-EXACT = "naive", "fused_softmax", "flash1", "flash2", UNPADDED
 CHECKED_BATCH = 2
 Step = Callable[[], object]
 
@@ -108,7 +107,7 @@ def warm_step(row: dict, task: Task, backend: str, gpu: Gpu) -> Step | None:
     except UserError as error:
         row.update(status="unsupported", message=problem_of(error))
         return None
-    if name in EXACT:
+    if name in (*EXACT, UNPADDED):
         check_exact(name, config, min(CHECKED_BATCH, row["batch_size"]), gpu.device)
         gpu.release()
     before = gpu.allocated()

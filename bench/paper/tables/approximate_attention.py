@@ -18,7 +18,7 @@ from bench.common.drawing import SMALL, WIDTH, styled
 from bench.common.formatting import cost_text, length_text, table, value_text
 from bench.common.looks import looks_of
 from bench.common.timing import Gpu, recorded
-from bench.lra.attentions import build_attention
+from bench.lra.attentions import EXACT, build_attention
 from bench.lra.config import EncoderConfig
 from bench.paper.classifier_steps import plain
 from bench.paper.crossings import where_below
@@ -27,7 +27,6 @@ from bench.paper.turns import take_turns
 from errors import UserError, problem_of
 
 TITLE = "FlashAttention's figure 3: exact, sparse and approximate attentions against the length"
-EXACT = "naive", "fused_softmax", "flash1", "flash2"
 SPARSE = "block_sparse", "local_window"
 APPROXIMATE = "linformer", "linear", "performer", "reformer", "smyrf"
 KINDS = {name: kind for kind, names in {"exact": EXACT, "sparse": SPARSE}.items() for name in names}

@@ -15,18 +15,16 @@ import torch
 
 from bench.common.formatting import cost_text, speed_text, table, value_text
 from bench.common.timing import Gpu
-from bench.lra.attentions import UNPADDED
+from bench.lra.attentions import ATTENTIONS, UNPADDED
 from bench.lra.datasets import Examples, load
 from bench.lra.listops import LONGEST, SHORTEST
 from bench.lra.tasks import TABLE_3, TASKS, Task
 from bench.lra.training import train_and_evaluate
-from bench.paper.classifier_steps import EXACT, draw_batch, step_row, time_steps
+from bench.paper.classifier_steps import draw_batch, step_row, time_steps
 from bench.paper.settings import PaperSettings
 from trainer.precision import Compute
 
 TITLE = "FlashAttention's tables 3 and 6: Long Range Arena"
-APPROXIMATE = "linformer", "linear", "performer", "local_window", "reformer", "smyrf"
-ATTENTIONS = *EXACT, "block_sparse", *APPROXIMATE
 OURS = "flash1", "flash2", UNPADDED, "block_sparse"
 BASE, COMPILED = ("naive", False), ("naive", True)
 LONG_TASKS = "path_x", "path_256"
@@ -242,8 +240,8 @@ def accuracy_parts(rows: list[dict]) -> list[str]:
         return []
     found = {(row["task"], row["attention"], row["seed"]): row for row in learned}
     percent = partial(value_text, key="accuracy", text=lambda share: f"{100 * share:.1f}")
-    lines = []
-    for name, seed in sorted({(r["attention"], r["seed"]) for r in learned}, key=lambda x: (ATTENTIONS.index(x[0]), x)):
+    order, lines = list(ATTENTIONS), []
+    for name, seed in sorted({(r["attention"], r["seed"]) for r in learned}, key=lambda x: (order.index(x[0]), x)):
         ours = [percent(found.get((task, name, seed))) for task in TABLE_3]
         theirs = [f"{x:.1f}" for x in PAPER[name][1]] if name in PAPER and seed == SEED else ["-"] * len(TABLE_3)
         lines.append([f"`{name}`" + (f", seed {seed}" if seed != SEED else ""), *ours, *theirs])

@@ -5,12 +5,11 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from bench.lra.attentions import ATTENTIONS, UNPADDED, build_attention
+from bench.lra.attentions import ATTENTIONS, EXACT, UNPADDED, build_attention
 from bench.lra.encoder import Classifier, packing_of
 from errors import UserError
 from tests.bench.lra.definitions import assert_same, config_of, draw, softmax_attention
 
-EXACT = "naive", "fused_softmax", "flash1", "flash2", UNPADDED
 APPROXIMATE = "linformer", "linear", "performer", "local_window", "reformer", "smyrf"
 
 
@@ -22,7 +21,7 @@ def batch_of(length: int, device: str = "cpu") -> tuple[torch.Tensor, torch.Tens
     return tokens.to(device), lengths.to(device), torch.tensor([1, 3], device=device)
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", [*EXACT, UNPADDED])
 def test_exact_attentions_see_all_pairs(name):
     assert_same(build_attention(name, config_of(40)), softmax_attention, draw(40))
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bench.attention.accuracy import WrongResult
-from bench.lra.attentions import UNPADDED, build_attention
+from bench.lra.attentions import EXACT, UNPADDED, build_attention
 from bench.lra.encoder import Classifier
 from bench.lra.tasks import TASKS
 from bench.lra.training import shape_of
@@ -52,7 +52,7 @@ def test_a_step_is_that_of_adamw_on_the_cross_entropy_and_leaves_no_gradients(ta
         torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", classifier_steps.EXACT)
+@pytest.mark.parametrize("name", [*EXACT, UNPADDED])
 def test_exact_attentions_pass_the_check(name):
     check_exact(name, shape_of(TASK), 2, "cpu")
 

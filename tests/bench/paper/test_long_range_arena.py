@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench.lra import attentions
 from bench.lra.tasks import TASKS
 from bench.paper import runner
 from bench.paper.classifier_steps import step_row
@@ -36,7 +35,6 @@ def lines_of(rows: list[dict]) -> list[str]:
 
 
 def test_every_attention_has_its_cells_and_no_two_cells_are_the_same():
-    assert set(lra.ATTENTIONS) == set(attentions.ATTENTIONS)
     cells = lra.cells(FULL)
     assert all(not runner.belongs(a, b) for a in cells for b in cells if a is not b)
     kinds = [cell["measured"] for cell in cells]
