@@ -38,6 +38,15 @@ def check_exact(name: str, config: EncoderConfig, batch: int, device: str) -> No
     check(bind(name, attend, shape, inputs), shape, truth_of(shape, inputs))
 
 
+def build_or_explain(row: dict, name: str, config: EncoderConfig) -> Callable[..., Tensor] | None:
+    """Return a new attention. If it does not support the length, return None and say why in the row."""
+    try:
+        return build_attention(name, config)
+    except UserError as error:
+        row.update(status="unsupported", message=problem_of(error))
+        return None
+
+
 def plain(attend: Callable, q: Tensor, k: Tensor, v: Tensor, **_) -> Tensor:
     """Call an attention of bench.lra, which is never causal, with the registry's arguments."""
     return attend(q, k, v)
@@ -98,14 +107,11 @@ def step_row(attention: str, batch_size: int, compiled: bool = False) -> dict:
 def warm_step(row: dict, task: Task, backend: str, gpu: Gpu) -> Step | None:
     """Check the attention of a row, run its step, and return the step. Fill in the peak memory of the second step.
 
-    The memory includes the weights and the optimizer's moments. If the attention does not support the length, set the
-    status `unsupported` and return None.
+    The memory includes the weights and the optimizer's moments. Return None if the attention does not support the
+    length.
     """
     name, config = row["attention"], shape_of(task)
-    try:
-        build_attention(name, config)
-    except UserError as error:
-        row.update(status="unsupported", message=problem_of(error))
+    if build_or_explain(row, name, config) is None:
         return None
     if name in (*EXACT, UNPADDED):
         check_exact(name, config, min(CHECKED_BATCH, row["batch_size"]), gpu.device)
@@ -145,4 +151,4 @@ def time_steps(rows: list[dict], task: Task, backend: str, gpu: Gpu, rounds: int
             with recorded([row], gpu):
                 graphs.append((row, captured(step, row, pool)))
         warm = graphs
-    take_turns([(row, call) for row, call in warm if row["status"] is None], gpu, rounds)
+    take_turns(warm, gpu, rounds)

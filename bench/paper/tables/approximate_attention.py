@@ -18,13 +18,12 @@ from bench.common.drawing import SMALL, WIDTH, styled
 from bench.common.formatting import cost_text, length_text, table, value_text
 from bench.common.looks import looks_of
 from bench.common.timing import Gpu, recorded
-from bench.lra.attentions import EXACT, build_attention
+from bench.lra.attentions import EXACT
 from bench.lra.config import EncoderConfig
-from bench.paper.classifier_steps import plain
+from bench.paper.classifier_steps import build_or_explain, plain
 from bench.paper.crossings import where_below
 from bench.paper.settings import PaperSettings
 from bench.paper.turns import take_turns
-from errors import UserError, problem_of
 
 TITLE = "FlashAttention's figure 3: exact, sparse and approximate attentions against the length"
 SPARSE = "block_sparse", "local_window"
@@ -64,14 +63,12 @@ def measure(cell: dict, gpu: Gpu, settings: PaperSettings) -> Iterator[dict]:
 
 
 def contender_of(row: dict, shape: AttentionShape, inputs: Inputs, device: str) -> Contender | None:
-    """Return an attention with inputs of its own and its weights. Set the status if it does not support the length."""
+    """Return an attention with inputs of its own and its weights, or None if it does not support the length."""
     name, width = row["variant"], shape.heads * shape.head_dim
     config = EncoderConfig(2, 2, shape.seq_len, n_embd=width, n_head=shape.heads)
     torch.manual_seed(0)
-    try:
-        attend = build_attention(name, config)
-    except UserError as error:
-        row.update(status="unsupported", message=problem_of(error))
+    attend = build_or_explain(row, name, config)
+    if attend is None:
         return None
     weights = attend.to(device).parameters() if isinstance(attend, nn.Module) else ()
     contender = bind(name, partial(plain, attend), shape, inputs)

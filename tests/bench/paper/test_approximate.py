@@ -4,6 +4,7 @@ import pytest
 
 from bench.common.formatting import length_text
 from bench.lra.attentions import build_attention
+from bench.paper import classifier_steps
 from bench.paper.crossings import crossings, where_below
 from bench.paper.settings import PaperSettings
 from bench.paper.tables import approximate_attention as approximate
@@ -80,7 +81,7 @@ def test_an_exact_attention_that_is_wrong_is_not_timed_and_the_others_go_on(monk
         built = build_attention(name, config)
         return (lambda q, k, v: built(q, k, v) * 1.1) if name == "flash1" else built
 
-    monkeypatch.setattr(approximate, "build_attention", broken)
+    monkeypatch.setattr(classifier_steps, "build_attention", broken)
     monkeypatch.setattr(approximate, "KINDS", {"naive": "exact", "flash1": "exact", "linformer": "approximate"})
     naive, flash1, linformer = approximate.measure({"seq_len": 64}, Stopwatch(), SMOKE)
     assert (flash1["status"], flash1["ms"]) == ("failed", None) and "out is off by 1.0e-01" in flash1["message"]
