@@ -163,18 +163,16 @@ def measure_training(gpu: Gpu, settings: PaperSettings) -> Iterator[dict]:
     yield from rows
 
 
-def of_panel(rows: list[dict], pass_: str, panel: tuple[int, bool]) -> dict[str, dict]:
-    """Return the rows of a pass, head size and mask by variant, the steps first and in order."""
-    found = {
-        row["variant"]: row
-        for row in rows
-        if row["measured"] == "kernel"
-        and row["pass"] == pass_
-        and (row.get("head_dim"), row.get("causal")) == panel
-        and "variant" in row
-    }
-    order = [*STEPS[pass_], *RIVALS, *ON_GPUS, *found]
-    return {name: found[name] for name in dict.fromkeys(order) if name in found}
+def panels_of(rows: list[dict], pass_: str) -> dict[tuple[int, bool], dict[str, dict]]:
+    """Return the rows of a pass by head size and mask, then by variant: the steps first and in order."""
+    rows = [row for row in rows if row["measured"] == "kernel" and row["pass"] == pass_ and "variant" in row]
+    panels = {}
+    for panel in PANELS:
+        found = {row["variant"]: row for row in rows if (row["head_dim"], row["causal"]) == panel}
+        order = dict.fromkeys([*STEPS[pass_], *RIVALS, *ON_GPUS, *found])
+        if found:
+            panels[panel] = {name: found[name] for name in order if name in found}
+    return panels
 
 
 def gains(of_variant: dict[str, dict], pass_: str) -> dict[str, float]:
@@ -187,15 +185,15 @@ def overview(rows: list[dict]) -> str:
     """Return a table for each pass with TFLOP/s of each head size and mask, and a table of the training steps."""
     parts = []
     for pass_ in STEPS:
-        panels = {panel: found for panel in PANELS if (found := of_panel(rows, pass_, panel))}
-        names = dict.fromkeys(name for found in panels.values() for name in found)
-        lines = []
-        for name in names:
+        panels = panels_of(rows, pass_)
+        if not panels:
+            continue
+        gain, lines = gains(next(iter(panels.values())), pass_), []
+        for name in dict.fromkeys(name for found in panels.values() for name in found):
             speeds = [whole_speed(found.get(name), "tflops", name not in THEIRS) for found in panels.values()]
-            gain = gains(next(iter(panels.values())), pass_).get(name)
-            lines.append([title_of(name), *speeds, at_least(gain) if gain else "-"])
+            lines.append([title_of(name), *speeds, at_least(gain[name]) if name in gain else "-"])
         header = [f"{pass_}, TFLOP/s", *(f"{size} {mask_text(causal)}" for size, causal in panels), "x step before"]
-        parts += [table(header, lines)] if lines else []
+        parts.append(table(header, lines))
     return "\n\n".join([*parts, *training_parts(rows)])
 
 
@@ -243,18 +241,16 @@ def markdown(rows: list[dict]) -> str:
     header = ["ms", "TFLOP/s", "x step before", "of peak", "registers", "spills", "shared KiB", "warps"]
     header += ["programs/SM (limit)", "occupancy", "waves"]
     for pass_ in STEPS:
-        for head_dim, causal in PANELS:
-            found, lines = of_panel(rows, pass_, (head_dim, causal)), []
-            gain = gains(found, pass_)
+        for (head_dim, causal), found in panels_of(rows, pass_).items():
+            gain, lines = gains(found, pass_), []
             for name, row in found.items():
                 ms = value_text(row, "ms", partial(cost_text, ours=name not in THEIRS, decimals=3))
                 speed = value_text(row, "tflops", partial(speed_text, ours=name not in THEIRS, decimals=1))
                 share = f"{row['peak_share']:.1%}" if row.get("peak_share") else "-"
                 ratio = at_least(gain[name]) if name in gain else "-"
                 lines.append([title_of(name), ms, speed, ratio, share, *resources_text(row)])
-            if lines:
-                parts.append(f"## {pass_.capitalize()}, heads of {head_dim}, {mask_text(causal)}")
-                parts.append(table([pass_, *header], lines))
+            parts.append(f"## {pass_.capitalize()}, heads of {head_dim}, {mask_text(causal)}")
+            parts.append(table([pass_, *header], lines))
     shape = next(
         (
             f"{r['batch']} x {r['heads']} heads, {r['seq_len']:,} tokens"
@@ -279,16 +275,15 @@ def pictures(rows: list[dict], device: str) -> dict[str, Figure]:
     """Draw TFLOP/s of each step as bars, and the other kernels as lines, for each pass."""
     figures = {}
     for pass_ in STEPS:
-        panels = {panel: found for panel in PANELS if (found := of_panel(rows, pass_, panel))}
+        panels = panels_of(rows, pass_)
         if not panels:
             continue
-        columns = min(len(panels), 2)
-        figure = Figure(figsize=(WIDTH, 1.6 + 3.2 * -(-len(panels) // 2)), layout="constrained")
-        for axes, (panel, found) in zip(
-            figure.subplots(-(-len(panels) // 2), columns, squeeze=False).flat, panels.items(), strict=True
-        ):
+        down, across = -(-len(panels) // 2), min(len(panels), 2)
+        figure = Figure(figsize=(WIDTH, 1.6 + 3.2 * down), layout="constrained")
+        places = figure.subplots(down, across, squeeze=False).flat
+        for axes, ((head_dim, causal), found) in zip(places, panels.items(), strict=True):
             draw_panel(axes, found, pass_)
-            axes.set_title(f"head size {panel[0]}, {mask_text(panel[1])}", loc="left")
+            axes.set_title(f"head size {head_dim}, {mask_text(causal)}", loc="left")
         lines = {line.get_label(): line for axes in figure.axes for line in axes.lines}
         figure.legend(lines.values(), lines, loc="outside lower center", ncols=3, fontsize=SMALL)
         figure.suptitle(f"{pass_.capitalize()} pass of each step, bf16, {device}")
