@@ -7,7 +7,6 @@ timeout_s. The finished run's folder is deleted.
 import hashlib
 import json
 import math
-import os
 import shutil
 import signal
 import sys
@@ -56,7 +55,7 @@ def measure(cell: dict, gpu: object, settings: PaperSettings) -> Iterator[dict]:
     """
     open_gpt2_tokens(settings.tokens, cell["context_length"])  # raises a UserError that names tokens=
     folder = folder_of(cell)
-    with signal_after(settings.timeout_s - min(RESERVE_S, settings.timeout_s // 2), signal.SIGTERM):
+    with sigterm_after(settings.timeout_s - min(RESERVE_S, settings.timeout_s // 2)):
         train_in(folder, cell, settings.tokens)
     [run] = read_runs([str(folder)])
     perplexities = run.series("val/perplexity")  # the last step is evaluated, unless a signal comes meanwhile
@@ -78,9 +77,9 @@ def folder_of(cell: dict) -> Path:
 
 
 @contextmanager
-def signal_after(seconds: int, number: signal.Signals) -> Iterator[None]:
-    """Send a signal to this process if the body is not done after some seconds."""
-    handler = signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), number))
+def sigterm_after(seconds: int) -> Iterator[None]:
+    """Send SIGTERM to this process if the body is not done after some seconds."""
+    handler = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGTERM))
     signal.alarm(seconds)
     try:
         yield
