@@ -160,8 +160,8 @@ def sparse_traffic(variant: str, n: int, d: int, arch: str) -> Bytes:
     return moved
 
 
-def products(variant: str, pass_: str, fused: bool) -> int | None:
-    """Return how many matrix products of 2 n^2 d FLOPs an attention computes; None for an unknown backward pass.
+def products(variant: str, pass_: str, fused: bool) -> int:
+    """Return how many matrix products of 2 n^2 d FLOPs an attention computes.
 
     Forward: S and O. Backward from stored P: dV, dP, dQ and dK. A fused backward pass also computes S again. flash2's
     plain kernels compute S and dP twice: for dK and dV, and for dQ.
@@ -169,7 +169,7 @@ def products(variant: str, pass_: str, fused: bool) -> int | None:
     if pass_ == "forward":
         return 2
     backward = {"naive": 4, "fused_softmax": 4, "flash1": 5, "sdpa_flash": 5, "flash2": 5 if fused else 7}
-    return 7 if variant in SPARSE else backward.get(variant)
+    return 7 if variant in SPARSE else backward[variant]
 
 
 def kernel_traffic(variant: str, causal: bool, n: int, d: int, arch: str) -> Bytes | None:

@@ -21,6 +21,7 @@ from bench.paper.byte_counts import PASSES, SPARSE, flash, kernel_traffic, produ
 from bench.paper.hbm_counters import counted, hbm_bytes
 from bench.paper.settings import PaperSettings
 from bench.paper.tables.tile_sizes import measure_tile
+from kernels.common.launching import arch_of
 from kernels.flash2.block_lists import BLOCK
 from kernels.flash2.tiles import TileConfig, hopper_config_for, mask_of
 
@@ -59,7 +60,7 @@ def measure(cell: dict, gpu: Gpu, settings: PaperSettings) -> Iterator[dict]:
 def measure_attentions(sizes: dict, gpu: Gpu, settings: PaperSettings) -> Iterator[dict]:
     """Yield a row for each attention and pass: time, after a check against fp64, and the counts of bytes and FLOPs."""
     on_gpu, n, heads = gpu.device == "cuda", sizes["seq_len"], sizes["batch"] * sizes["heads"]
-    arch = "sm_{}{}".format(*torch.cuda.get_device_capability()) if on_gpu else "sm_90"
+    arch = arch_of(torch.device("cuda")) if on_gpu else "sm_90"
     m = torch.cuda.get_device_properties().shared_memory_per_multiprocessor if on_gpu else TYPICAL_M
     full, causal = (AttentionShape("io", **sizes, head_dim=HEAD_DIM, causal=masked) for masked in (False, True))
     pairs = [*((name, full) for name in DENSE), *((name, causal) for name in CAUSAL)]
