@@ -5,10 +5,10 @@ process of its own, which tries larger and larger batches. Accuracies are cells 
 go on between them.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from statistics import geometric_mean
 
 import numpy as np
 import torch
@@ -150,7 +150,7 @@ def speedups(rows: list[dict]) -> dict[tuple[str, bool], float]:
     for name, compiled in dict.fromkeys((row["attention"], row["compiled"]) for row in rows):
         pairs = [(times.get((*BASE, task)), times.get((name, compiled, task))) for task in tasks]
         if all(base and ms for base, ms in pairs):
-            found[name, compiled] = math.exp(sum(math.log(base / ms) for base, ms in pairs) / len(pairs))
+            found[name, compiled] = geometric_mean(base / ms for base, ms in pairs)
     return found
 
 
