@@ -111,10 +111,8 @@ def counter_parts(rows: list[dict]) -> list[str]:
 
 def texts_of(found: dict[str, float | None]) -> list[str]:
     """Return the cells of HEADER."""
-    accesses, conflicts = (
-        total(found, "shared_loads", "shared_stores"),
-        total(found, "load_conflicts", "store_conflicts"),
-    )
+    accesses = total(found, "shared_loads", "shared_stores")
+    conflicts = total(found, "load_conflicts", "store_conflicts")
     efficiency = ratio(None if conflicts is None or accesses is None else 100 * (accesses - conflicts), accesses)
     return [
         text(found["achieved"], "{:.1f}%"),

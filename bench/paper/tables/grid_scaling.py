@@ -115,7 +115,7 @@ def markdown(rows: list[dict]) -> str:
         both = zip(*map(slopes, curves.values()), strict=True)
         lines += [[text, *found] for text, found in zip(("slope", "slope of the last two"), both, strict=True)]
         header = [name, *(f"`{v}` {p}" for v, p in curves)]
-        about = f"Against {AXES[axis]}, with {fixed_text(rows, axis)} and heads of {HEAD_DIM}:"
+        about = f"Against {name}, with {fixed_text(rows, axis)} and heads of {HEAD_DIM}:"
         parts.append(f"{about}\n\n{table(header, lines)}")
     note = (
         "Milliseconds in bf16 with a causal mask. A slope is the exponent of the power that the milliseconds follow; "

@@ -52,11 +52,11 @@ def measure(cell: dict, gpu: Gpu, settings: PaperSettings) -> Iterator[dict]:
 
 def sizes_of(gpu: Gpu) -> dict:
     """Return the bytes of each memory and the number of multiprocessors; without a GPU, nothing is known."""
+    names = "hbm_bytes", "l2_bytes", "shared_bytes", "multiprocessors"
     if gpu.device == "cpu":
-        return dict.fromkeys(("hbm_bytes", "l2_bytes", "shared_bytes", "multiprocessors"))
+        return dict.fromkeys(names)
     has = torch.cuda.get_device_properties()
     shared = has.shared_memory_per_multiprocessor * has.multi_processor_count
-    names = "hbm_bytes", "l2_bytes", "shared_bytes", "multiprocessors"
     return dict(zip(names, (has.total_memory, has.L2_cache_size, shared, has.multi_processor_count), strict=True))
 
 
