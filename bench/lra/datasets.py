@@ -23,9 +23,11 @@ from bench.lra import listops, pathfinder
 from bench.lra.tasks import Task
 from data.config import DataConfig
 from data.hub import download
-from errors import UserError, check_choice, described, problem_of
+from errors import UserError, described, problem_of
 
 CACHE = ROOT / "tokens" / "lra"
+SEED = 1
+"""Of generated examples."""
 CHUNK = 1_000
 """Examples that one thread generates from a seed of its own."""
 SPLITS = ("train", "val", "test")
@@ -80,24 +82,18 @@ SOURCES = {
 }
 
 
-def load(task: Task, split: str, *, source: str | None = None, seed: int = 1, count: int | None = None) -> Examples:
+def load(task: Task, split: str, *, source: str | None = None) -> Examples:
     """Return the examples of a split (train, val or test).
 
-    Args:
-        task: one of bench.lra.tasks.TASKS.
-        split: train, val or test.
-        source: a folder with the files of Text, Image or Retrieval; by default the hub and its cache.
-        seed: the seed of generated examples.
-        count: how many examples to generate; by default as many as Long Range Arena has.
+    `source` is a folder with the files of Text, Image or Retrieval. By default they come from the hub and its cache.
 
     Raises:
         UserError: the files are missing or broken, or the task needs no source.
     """
-    check_choice("split", split, SPLITS)
     if task.name not in SOURCES and source is not None:
         raise UserError(f"source={source} is not used by task={task.name}, which is generated; leave source out")
     if task.name not in SOURCES:
-        return _cached(task, split, seed, count or task.examples[split])
+        return _cached(task, split)
     if task.pairs:
         return _read_pairs(task, _files_of(task, split, source))
     inputs, labels = _read_parquet(task, _files_of(task, split, source))
@@ -108,26 +104,27 @@ def load(task: Task, split: str, *, source: str | None = None, seed: int = 1, co
     return _pack([_grey(image) for image in inputs[part[split]]], labels[part[split]], task)
 
 
-def _cached(task: Task, split: str, seed: int, count: int) -> Examples:
+def _cached(task: Task, split: str) -> Examples:
     """Return generated examples from the cache. A file belongs to one version of the generator."""
     generator = listops if task.name == "listops" else pathfinder
     version = hashlib.sha256(Path(generator.__file__).read_bytes()).hexdigest()[:8]
-    path = CACHE / f"{task.name}-{split}-{count}-seed{seed}-{version}.npz"
+    path = CACHE / f"{task.name}-{split}-{task.examples[split]}-seed{SEED}-{version}.npz"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = path.with_suffix(f".{os.getpid()}")
         with scratch.open("wb") as file:
-            np.savez(file, **_generate(task, split, seed, count)._asdict())
+            np.savez(file, **_generate(task, split)._asdict())
         scratch.replace(path)
     with np.load(path) as arrays:
         return Examples(**arrays)
 
 
-def _generate(task: Task, split: str, seed: int, count: int) -> Examples:
+def _generate(task: Task, split: str) -> Examples:
     """Return new examples. They do not depend on the number of threads."""
+    count = task.examples[split]
 
     def chunk(first: int) -> Examples:
-        rng = np.random.default_rng((seed, SPLITS.index(split), first))
+        rng = np.random.default_rng((SEED, SPLITS.index(split), first))
         size = min(CHUNK, count - first)
         if task.name == "listops":
             return Examples(*listops.generate(size, task.padded_length, rng))
