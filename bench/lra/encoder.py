@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from bench.lra.approximate.softmax import wide_type
 from bench.lra.attentions import UNPADDED, build_attention
 from bench.lra.config import EncoderConfig
-from errors import UserError
 
 
 class Packing(NamedTuple):
@@ -80,15 +79,10 @@ class Classifier(nn.Module):
             tokens: (B, T) int64, with zeros after the real tokens. With pairs (2 B, T): documents 2 i and 2 i + 1 are
                 a pair.
             lengths: the real tokens of each sequence, at least 1, (B,) int32, on the tokens' device; T by default. The
-                pooling leaves out the padding. Attention sees the padding, except with flash2_unpadded. On a GPU the
-                values are not checked.
+                pooling leaves out the padding. Attention sees the padding, except with flash2_unpadded.
             packing: packing_of(lengths, T), which only flash2_unpadded uses. By default it is computed here, and that
                 waits for the device. CUDA graphs need this argument.
-
-        Raises:
-            UserError: the tokens or the lengths do not fit the config or each other.
         """
-        self._check(tokens, lengths)
         if self.unpadded:
             if packing is None:
                 full = tokens.new_full(tokens.shape[:1], tokens.shape[1], dtype=torch.int32)
@@ -112,26 +106,6 @@ class Classifier(nn.Module):
             x = block(x, cu_seqlens=packing.cu_seqlens)
         padded = x.new_zeros(batch * length, x.shape[2]).index_copy(0, packing.index, x[0])
         return padded.view(batch, length, -1)
-
-    def _check(self, tokens: Tensor, lengths: Tensor | None) -> None:
-        batch, length = tokens.shape
-        if length > self.config.context_length:
-            raise UserError(
-                f"tokens of length {length} exceed context_length={self.config.context_length}; cut the sequences or "
-                "build a classifier with a larger context_length"
-            )
-        if self.config.pairs and batch % 2:
-            raise UserError(f"pairs=True needs an even number of documents, not {batch}; give whole pairs")
-        if lengths is None:
-            return
-        if lengths.shape != (batch,):
-            raise UserError(f"lengths are {tuple(lengths.shape)}; give ({batch},), one for each sequence of tokens")
-        readable = not (lengths.is_cuda or torch.compiler.is_compiling())
-        if readable and not 1 <= lengths.min() <= lengths.max() <= length:
-            raise UserError(
-                f"lengths from {lengths.min()} to {lengths.max()} do not fit tokens of length {length}; give 1 to "
-                f"{length}"
-            )
 
 
 def _mean(x: Tensor, lengths: Tensor | None) -> Tensor:

@@ -60,9 +60,8 @@ def test_each_weight_gets_a_gradient_under_autocast(name):
 
 
 @pytest.mark.parametrize("name", [UNPADDED, *APPROXIMATE])
-def test_a_step_never_reads_a_value_from_the_device(name, monkeypatch):
+def test_a_step_never_reads_a_value_from_the_device(name):
     """Fake tensors have shapes but no values, so a step that needs a value raises here."""
-    monkeypatch.setattr(Classifier, "_check", lambda *inputs: None)  # reads the lengths, but only on a CPU
     packing = packing_of(batch_of(300)[1], 300)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         model = Classifier(config_of(300), name)

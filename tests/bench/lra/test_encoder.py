@@ -1,11 +1,10 @@
-"""The classifier of bench.lra: padding, packing, pairs, and wrong inputs."""
+"""The classifier of bench.lra: padding, packing and pairs."""
 
 import pytest
 import torch
 
 from bench.lra.attentions import UNPADDED
 from bench.lra.encoder import Classifier, packing_of
-from errors import UserError
 from tests.bench.lra.definitions import config_of
 
 LENGTHS = torch.tensor([24, 1, 13], dtype=torch.int32)
@@ -65,19 +64,3 @@ def test_two_documents_in_a_row_are_a_pair(tokens):
     first, second, product, difference = model(torch.stack([a, b])).chunk(4, 1)
     torch.testing.assert_close(product, first * second)
     torch.testing.assert_close(difference, first - second)
-
-
-@pytest.mark.parametrize("attention", ["naive", UNPADDED])
-def test_inputs_that_do_not_fit_are_refused(tokens, attention):
-    model = Classifier(config_of(20), attention)
-    with pytest.raises(UserError, match="tokens of length 24 exceed context_length=20; cut the sequences"):
-        model(tokens)
-    with pytest.raises(UserError, match=r"lengths are \(2,\); give \(3,\)"):
-        model(tokens[:, :20], LENGTHS[:2])
-    for wrong in ([24, 1, 13], [20, 0, 13]):
-        with pytest.raises(
-            UserError, match=f"lengths from {min(wrong)} to {max(wrong)} do not fit tokens of length 20"
-        ):
-            model(tokens[:, :20], torch.tensor(wrong, dtype=torch.int32))
-    with pytest.raises(UserError, match="pairs=True needs an even number of documents, not 3"):
-        Classifier(config_of(32, pairs=True), attention)(tokens)
