@@ -6,7 +6,7 @@
 - markdown(rows), the table and a short note on its columns;
 - pictures(rows, device), a matplotlib figure for each ending of the file name. Some tables have no pictures.
 
-A row holds the keys of its cell, and "status": ok, oom or failed, with a "message" if it failed.
+A row holds the keys of its cell, and "status": ok, oom, unsupported or failed. The last two have a "message".
 """
 
 from importlib import import_module
