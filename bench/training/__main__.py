@@ -99,12 +99,8 @@ class TrainingSettings:
         check_choice("cells", self.cells, CELLS)
         check_choice("trainers", self.trainers, TRAINERS)
         for name in self.trainers or []:
-            if name.startswith("nanogpt") and not self.nanogpt:
-                raise UserError(f"trainers={name} needs nanoGPT's model.py; add nanogpt=path/to/model.py")
-            if name in TORCHAO and not is_installed("torchao"):
-                raise UserError(f"trainers={name} needs the package torchao; install it with pip install torchao")
-            if TRAINERS[name].precision != "bf16" and torch.cuda.is_available() and not has_fp8(torch.device("cuda")):
-                raise UserError(f"trainers={name} needs an NVIDIA GPU from Ada or Hopper on; leave it out")
+            if problem := obstacle(TRAINERS[name], self.nanogpt):
+                raise UserError(f"trainers={name} {problem}")
 
     def is_partial(self) -> bool:
         """Return whether the results are incomplete and must not replace the published ones."""
@@ -160,15 +156,18 @@ def chosen_trainers(settings: TrainingSettings, cell: TrainingCell) -> list[Trai
     chosen = [TRAINERS[name] for name in settings.trainers or names]
     if settings.function:
         chosen += [Trainer("ours", f"custom:{settings.function}", compiled) for compiled in (True, False)]
-    return [trainer for trainer in chosen if can_run(trainer, settings)]
+    return [trainer for trainer in chosen if not obstacle(trainer, settings.nanogpt)]
 
 
-def can_run(trainer: Trainer, settings: TrainingSettings) -> bool:
-    """Return whether the trainer has what it needs: nanoGPT's file, a GPU with FP8, and torchao."""
-    in_fp8, is_peer = trainer.precision != "bf16", trainer.name == "nanogpt"
-    if (is_peer and not settings.nanogpt) or (in_fp8 and not has_fp8(torch.device("cuda"))):
-        return False
-    return not (in_fp8 and is_peer) or is_installed("torchao")
+def obstacle(trainer: Trainer, nanogpt_file: Path | None) -> str | None:
+    """Return what the trainer needs and this machine or the settings lack, with the remedy. None if it can run."""
+    if trainer.name == "nanogpt" and not nanogpt_file:
+        return "needs nanoGPT's model.py; add nanogpt=path/to/model.py"
+    if str(trainer) in TORCHAO and not is_installed("torchao"):
+        return "needs the package torchao; install it with pip install torchao"
+    if trainer.precision != "bf16" and not has_fp8(torch.device("cuda")):
+        return "needs an NVIDIA GPU from Ada or Hopper on; leave it out"
+    return None
 
 
 def measure(
