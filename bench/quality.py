@@ -17,9 +17,8 @@ Examples:
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +30,7 @@ from torch import Tensor, nn
 
 from bench.common.command_line import check_choice, check_output_file, check_positive, launch
 from bench.common.results import ROOT, environment, results_folder, write
-from bench.training.trainers import DTYPE, VOCABULARY, Trainer, TrainingCell, ours
+from bench.training.trainers import DTYPE, VOCABULARY, OurJob, Trainer, TrainingCell, ours
 from data.config import DataConfig
 from data.loader import TrainLoader, check_length
 from data.tokens import TokenSet, open_tokens
@@ -115,16 +114,16 @@ def compare(settings: QualitySettings) -> float:
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise UserError("device=cuda finds no GPU; use device=cpu with a small model, such as model_name=gpt2-nano")
     cell = TrainingCell(settings.model_name, settings.context_length, (settings.batch,))
+    judged, base, curves, file = "fast", "plain", curves_of_steps, "quality.json"
     if settings.fp8:
         check_device_and_sizes(cell, settings.device)
+        judged, base, curves, file = "fp8", "bf16", curves_of_precisions, f"fp8-quality-{settings.model_name}.json"
     tokens = open_gpt2_tokens(settings.tokens, settings.context_length)
-    judged, base = ("fp8", "bf16") if settings.fp8 else ("fast", "plain")
-    file = f"fp8-quality-{settings.model_name}.json" if settings.fp8 else "quality.json"
     out = settings.out or results_folder() / file
     about = {"environment": environment(), "model": cell.name, "batch_size": settings.batch}
     rows, ends, last = [], {}, max(1, settings.steps // 10)
     for seed in settings.seeds:
-        for name, curve in (curves_of_precisions if settings.fp8 else curves)(cell, tokens.train, seed, settings):
+        for name, curve in curves(cell, tokens.train, seed, settings):
             ends.setdefault(name, []).append(end := statistics.mean(curve[-last:]))
             losses = [finite(loss) for loss in curve]
             rows.append({"trained_by": name, "seed": seed, "end": finite(end), "loss_curve": losses})
@@ -137,7 +136,7 @@ def compare(settings: QualitySettings) -> float:
     return above[judged]
 
 
-def curves(
+def curves_of_steps(
     cell: TrainingCell, tokens: np.ndarray, seed: int, settings: QualitySettings
 ) -> Iterator[tuple[str, list[float]]]:
     """Yield the name (fast, plain, control) and the losses of each run of a seed."""
@@ -147,7 +146,7 @@ def curves(
         job = ours(cell, Trainer("ours", "flash2", device == "cuda"), device, batches, max_steps=steps)
         attentions = {"plain": "eager"} | ({"control": "sdpa"} if settings.control else {})
         peers = {name: plain(job.model, attention, device) for name, attention in attentions.items()}
-        yield "fast", losses_of("fast", seed, fast_losses(partial(job.step, settings.batch), steps), steps)
+        yield "fast", losses_of("fast", seed, fast_losses(job, settings), steps)
     for name, peer in peers.items():
         with loader(tokens, seed, settings) as batches:
             yield name, losses_of(name, seed, plain_losses(peer, iter(batches), steps), steps)
@@ -169,11 +168,10 @@ def losses_of_precision(
     name: str, cell: TrainingCell, trainer: Trainer, tokens: np.ndarray, seed: int, settings: QualitySettings
 ) -> list[float]:
     """Train one model and return its losses. Its memory is free afterwards, because a GPU may not hold two models."""
-    steps = settings.steps
     torch.manual_seed(seed)
     with loader(tokens, seed, settings) as batches:
-        job = ours(cell, trainer, settings.device, batches, max_steps=steps)
-        return losses_of(name, seed, fast_losses(partial(job.step, settings.batch), steps), steps)
+        job = ours(cell, trainer, settings.device, batches, max_steps=settings.steps)
+        return losses_of(name, seed, fast_losses(job, settings), settings.steps)
 
 
 def loader(tokens: np.ndarray, seed: int, settings: QualitySettings) -> TrainLoader:
@@ -218,10 +216,10 @@ def plain_losses(model: nn.Module, batches: Iterator, steps: int) -> Iterator[Te
         yield loss.detach()
 
 
-def fast_losses(step: Callable[[], Tensor], steps: int) -> Iterator[Tensor]:
+def fast_losses(job: OurJob, settings: QualitySettings) -> Iterator[Tensor]:
     """Train with train.py's step and yield the loss of each step."""
-    for _ in range(steps):
-        yield step()[0]
+    for _ in range(settings.steps):
+        yield job.step(settings.batch)[0]
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ def test_exit_status_tells_whether_the_fast_runs_end_elsewhere(monkeypatch, abov
 
 def test_losses_that_are_not_finite_are_written_as_null(tokens, monkeypatch):
     out = tokens / "quality.json"
-    monkeypatch.setattr(quality, "curves", lambda *_: [("fast", [1.0, float("nan")]), ("plain", [1.0, 2.0])])
+    monkeypatch.setattr(quality, "curves_of_steps", lambda *_: [("fast", [1.0, float("nan")]), ("plain", [1.0, 2.0])])
     above = quality.compare(QualitySettings(tokens=str(tokens), device="cpu", steps=2, out=out))
     assert above != above and json.loads(out.read_text())["rows"][0]["loss_curve"] == [1.0, None]
 
