@@ -8,7 +8,6 @@
   `both` it includes what the forward pass saved.
 """
 
-import itertools
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,7 +44,7 @@ def start_series(row: dict, contender: Contender, gpu: Gpu) -> Series:
 
 def alternate(all_series: list[Series], shape: AttentionShape, gpu: Gpu, rounds: int) -> None:
     """Take the samples in turn, round after round, and complete the rows."""
-    for series in itertools.chain.from_iterable([all_series] * rounds):
+    for series in all_series * rounds:
         if series.row["status"] is None:
             with recorded([series.row], gpu):
                 series.samples.append(series.sampler.sample(gpu))

@@ -1,6 +1,5 @@
 """How training steps are measured: each trainer alone at a cell's micro-batches, then the best of each in turn."""
 
-import itertools
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -104,7 +103,7 @@ def search(
 def alternate(cell: TrainingCell, finalists: list[Finalist], rounds: int, gpu: Gpu) -> None:
     """Take one sample of each finalist per round, and complete the rows with the medians."""
     timed = [finalist for finalist in finalists if finalist.steps]
-    for finalist in itertools.chain.from_iterable([timed] * rounds):
+    for finalist in timed * rounds:
         if finalist.row["status"] == "ok":
             step = partial(finalist.job.step, finalist.row["batch_size"])
             with recorded([finalist.row], gpu), finalist.job.alone():
