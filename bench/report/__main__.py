@@ -14,7 +14,7 @@ from typing import Any
 
 from bench.common.command_line import check_output_file, launch
 from bench.report.page import write_page
-from bench.report.page_tables import read_results
+from bench.report.page_tables import read_tables
 from bench.report.runs import read_runs
 from errors import UserError
 
@@ -40,7 +40,7 @@ class ReportSettings:
 
 def run(settings: ReportSettings) -> None:
     runs = read_runs([str(place) for place in settings.runs]) if settings.runs else []
-    results = read_results(settings.results) if settings.results else []
+    results = read_tables(settings.results) if settings.results else []
     write_page(runs, results, Path(settings.out))
     print(f"report in {settings.out}")
 

@@ -75,7 +75,7 @@ def changes(runs: list[TrainingRun]) -> Table:
     return Table("Settings changed on resume", note, ["run", "after step", "setting", "before", "after"], rows)
 
 
-def read_results(place: str) -> list[Table]:
+def read_tables(place: str) -> list[Table]:
     """Return the tables of all results files in and below a folder.
 
     A file of bench.paper gives the tables of its page; any other file gives a table for each list of rows.
@@ -84,10 +84,10 @@ def read_results(place: str) -> list[Table]:
     files = sorted(files_below(folder, "*.json"))
     if not files:
         raise UserError(f"results={place} has no JSON files; give a folder of results, such as bench/results")
-    return [table for file in files for table in read_file(file, str(file.relative_to(folder).with_suffix("")))]
+    return [table for file in files for table in tables_of_file(file, str(file.relative_to(folder).with_suffix("")))]
 
 
-def read_file(path: Path, name: str) -> list[Table]:
+def tables_of_file(path: Path, name: str) -> list[Table]:
     try:
         if path.with_suffix(".md").is_file():
             return read_page(path.with_suffix(".md"))

@@ -10,7 +10,7 @@ from playwright.sync_api import Page, expect
 
 from bench.common.looks import LOOKS
 from bench.report.page import curve_looks, write_page
-from bench.report.page_tables import read_results
+from bench.report.page_tables import read_tables
 from bench.report.runs import read_runs
 from tests.bench.report.made_up import save_run
 from tests.e2e import ROOT
@@ -58,7 +58,7 @@ def report(tmp_path_factory) -> Path:
     config.write_text(config.read_text().replace("project: null", f"project: {json.dumps(HOSTILE)}"))
     (folder / "results.json").write_text(json.dumps({"environment": {"gpu": HOSTILE}, "rows": [{HOSTILE: HOSTILE}]}))
     out = folder / "report.html"
-    write_page(read_runs(list(map(str, runs))), read_results(str(folder)), out, failed=["3_naive", HOSTILE])
+    write_page(read_runs(list(map(str, runs))), read_tables(str(folder)), out, failed=["3_naive", HOSTILE])
     return out
 
 
@@ -232,7 +232,7 @@ def test_print_has_whole_charts_in_black_on_white_without_controls(page):
 def test_all_columns_of_the_benchmark_tables_fit_on_paper(browser, tmp_path):
     """Numbers and words are not broken."""
     runs = read_runs([str(save_run(tmp_path / "run", metrics(200, 3.0)))])
-    write_page(runs, read_results(str(ROOT / "bench" / "results" / "h200")), tmp_path / "report.html")
+    write_page(runs, read_tables(str(ROOT / "bench" / "results" / "h200")), tmp_path / "report.html")
     page = browser.new_page(viewport=PAPER)
     page.goto((tmp_path / "report.html").as_uri())
     page.emulate_media(media="print")

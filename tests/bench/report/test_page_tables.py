@@ -5,7 +5,7 @@ import json
 import pytest
 
 from bench.report import readme
-from bench.report.page_tables import read_results
+from bench.report.page_tables import read_tables
 from errors import UserError
 from tests.e2e import ROOT
 
@@ -20,7 +20,7 @@ def test_results_become_tables_of_the_columns_that_vary(tmp_path):
     (tmp_path / "gpu" / "attention.json").write_text(json.dumps(content))
     (tmp_path / "gpu" / ".ipynb_checkpoints").mkdir()
     (tmp_path / "gpu" / ".ipynb_checkpoints" / "attention-checkpoint.json").write_text(json.dumps(content))
-    whole, host = read_results(str(tmp_path))
+    whole, host = read_tables(str(tmp_path))
     assert (whole.title, host.title) == ("gpu/attention", "gpu/attention, host")
     assert whole.columns == ["variant", "ms", "seq_len", "ok"]
     assert [[cell.text for cell in row] for row in whole.rows] == [
@@ -32,7 +32,7 @@ def test_results_become_tables_of_the_columns_that_vary(tmp_path):
 
 def test_our_own_results_become_tables():
     results = ROOT / "bench" / "results"
-    tables = {table.title: table for table in read_results(str(results))}
+    tables = {table.title: table for table in read_tables(str(results))}
     rows = json.loads((results / "h200" / "attention.json").read_text())["rows"]
     assert [row[0].text for row in tables["h200/attention"].rows] == [row["variant"] for row in rows]
     assert {"h200/parity", "h200/training", "h200/features, memory", "cpu/prepare"} <= set(tables)
@@ -52,12 +52,12 @@ def test_our_own_results_become_tables():
 def test_a_file_that_is_not_from_a_benchmark_is_refused(tmp_path, content):
     (tmp_path / "other.json").write_text(content)
     with pytest.raises(UserError, match=r"other\.json is not a results file"):
-        read_results(str(tmp_path))
+        read_tables(str(tmp_path))
 
 
 def test_a_folder_without_results_is_refused(tmp_path):
     with pytest.raises(UserError, match="has no JSON files; give a folder"):
-        read_results(str(tmp_path))
+        read_tables(str(tmp_path))
 
 
 def test_a_ratio_of_training_steps_is_relative_to_the_same_run(tmp_path):
