@@ -1,4 +1,4 @@
-"""Checks that the attention variants train the same model: one run of train.py for each, from the same seed.
+"""Check that the attention variants train the same model: one run of train.py for each, from the same seed.
 
 Settings of train.py come after `--` and apply to all runs. The program fails if the final validation losses spread
 over more than `tolerance` nats. Without a tolerance, the runs may differ in other settings too, such as the optimizer.

@@ -1,4 +1,4 @@
-"""Measures the preparation of token files: ours and nanoGPT's way, on the same files, in turn in one process.
+"""Measure the preparation of token files: ours and nanoGPT's way, on the same files, in turn in one process.
 
 nanoGPT's way maps a `datasets` table with one process per worker, then writes all shards into one memory map. Its time
 excludes loading the table; ours includes reading the files. Seconds are medians.

@@ -1,4 +1,4 @@
-"""Checks that the fast step trains as well as a plain one, from the same weights on the same tokens.
+"""Check that the fast step trains as well as a plain one, from the same weights on the same tokens.
 
 The fast step is train.py's, compiled. The plain step shares no code with it: Hugging Face's GPT-2 with eager attention,
 cross-entropy in fp32 over all logits, clip_grad_norm_ and torch's unfused AdamW, under bf16 autocast, not compiled.

@@ -1,4 +1,4 @@
-"""Measures train.py's steps on 1, 2, 4 and 8 GPUs of one machine.
+"""Measure train.py's steps on 1, 2, 4 and 8 GPUs of one machine.
 
 The micro-batch of each GPU stays the same, so the work grows with the number of GPUs. For each row torchrun starts the
 processes, which take train.py's own steps on random tokens. `linear` is the speed relative to one GPU's speed times the

@@ -2,7 +2,7 @@
 
 Each variant gets its inputs in the layout it prefers: (B, H, T, D) in memory for torch's variants, (B, T, H, D) for the
 others. For GPT-2's own shape all variants get views of one packed projection. There flash2 is flash2_packed,
-which writes dq, dk and dv into one gradient. The others are not charged for gathering their gradients.
+which writes dq, dk and dv into one gradient. The others return three gradients, which nothing gathers into one.
 
 B batch, T sequence length, H query heads, G key/value heads, D head size.
 """

@@ -44,7 +44,7 @@ class TrainingRun:
         return [value for value in self.series(key).values() if value is not None]
 
     def typical(self, key: str) -> float | None:
-        """Return the median over the second half of the rows that have the metric, as bench.parity does."""
+        """Return the median over the second half of the rows that have the metric, or None if no row has it."""
         values = self.finite(key)
         return statistics.median_high(values[len(values) // 2 :]) if values else None
 

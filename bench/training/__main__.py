@@ -1,4 +1,4 @@
-"""Measures training steps of ours, nanoGPT and Hugging Face side by side on one GPU, and the floor of a step.
+"""Measure training steps of ours, nanoGPT and Hugging Face side by side on one GPU, and the floor of a step.
 
 Each trainer first runs alone at the cell's micro-batches, from the smallest until the speed falls or memory runs out.
 Then all trainers of the cell are timed in turn in one process, each at its best micro-batch and alone in the GPU's

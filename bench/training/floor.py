@@ -1,8 +1,8 @@
 """The floor of a training step: the model's matrix products through cuBLAS, and the fastest attention, nothing else.
 
-Both parts are forward, gradient by input and gradient by weight in bf16. Each part is timed in turn with the trainers.
-Its samples have the same length, because a GPU's clock depends on how long the GPU has been computing. At
-its power limit a GPU runs these products slower than the same products between kernels that draw less power.
+Both parts run forward and backward in bf16. Each part is timed in turn with the trainers. Its samples have the same
+length, because a GPU's clock depends on how long the GPU has been computing. At its power limit a GPU runs these
+products slower than the same products between kernels that draw less power.
 """
 
 from collections.abc import Callable, Iterator
