@@ -133,7 +133,7 @@ def hard_inputs(head_dim: int, device: str) -> Iterator[tuple[str, bool, Inputs]
     yield "normal, no mask", False, (q, k, v, dout)
     reach = (torch.einsum("bihd,bjhd->bhij", q.float(), k.float()).abs().max() * head_dim**-0.5).item()
     factor = (1e4 / reach) ** 0.5
-    yield "scores up to 1e4", True, ((q * factor), (k * factor), v, dout)
+    yield "scores up to 1e4", True, (q * factor, k * factor, v, dout)
     yield "a single key", False, (q, k[:, :1], v[:, :1], dout)
 
 

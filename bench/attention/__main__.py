@@ -147,7 +147,7 @@ def chosen_variants(settings: AttentionSettings) -> dict[str, Attention]:
 def destination(settings: AttentionSettings) -> Path | None:
     """Return the results file: `out`, or the GPU's own file if all shapes and variants are measured."""
     part = settings.cells or settings.variants or settings.seq_len or settings.function or settings.dtype != "bfloat16"
-    return settings.out or (None if part else results_folder(None) / "attention.json")
+    return settings.out or (None if part else results_folder() / "attention.json")
 
 
 def explain(shapes: list[AttentionShape], arch: str | None) -> None:

@@ -112,7 +112,7 @@ def run(settings: TrainingSettings) -> None:
     builders = load_builders(settings)
     if not torch.cuda.is_available():
         raise UserError("bench.training finds no GPU; run it on a machine with a GPU")
-    out = settings.out or (None if settings.is_partial() else results_folder(None) / "training.json")
+    out = settings.out or (None if settings.is_partial() else results_folder() / "training.json")
     torch.backends.cuda.matmul.allow_tf32 = True  # as in nanoGPT
     torch._dynamo.config.automatic_dynamic_shapes = False  # Compile each micro-batch separately.
     torch._dynamo.config.recompile_limit = 64
