@@ -118,8 +118,12 @@ def caption(file: dict) -> str:
     """Return the environment of a results file and the commits of its rows in one line."""
     where = file["environment"]
     commits = dict.fromkeys(row.get("commit", where["commit"])[:12] for row in file.get("rows", [{}]))
-    device = where["gpu"] or f"{where['cpu']} CPU"
-    return f"One {device}, torch {where['torch']}, Triton {where['triton']}, commit {', '.join(commits)}."
+    return f"{machine(where)}, commit {', '.join(commits)}."
+
+
+def machine(where: dict) -> str:
+    """Return the device and the versions of an environment."""
+    return f"One {where['gpu'] or where['cpu'] + ' CPU'}, torch {where['torch']}, Triton {where['triton']}"
 
 
 def parity_table(results: Path) -> str:
@@ -199,7 +203,7 @@ def front_table(results: Path) -> str:
         cells = at_least(row["tokens_per_second"], 0), *ratios, f"{at_most(row['peak_gib'], 1)} GiB"
         lines.append([f"`{model}`, {length_text(context)}", *cells])
     header = ["model, context", "tokens/s", "x nanoGPT", "x Hugging Face", "peak memory"]
-    return f"{table(header, lines)}\n\n{caption(file | {'rows': [file['rows'][0]]}).partition(', commit')[0]}, bf16."
+    return f"{table(header, lines)}\n\n{machine(file['environment'])}, bf16."
 
 
 def training_table(results: Path) -> str:
@@ -213,9 +217,7 @@ def training_table(results: Path) -> str:
         speeds = speed_text(speed, ours, 0), *(ratio(row, file["rows"], trainer) for trainer in ("nanogpt", "floor"))
         lines.append([name, trainer_text(row), str(row["batch_size"]), *speeds, memory, row["commit"][:7]])
     header = ["model, context", "trainer, attention", "micro-batch", "tokens/s", "x nanoGPT", "of the floor"]
-    where = file["environment"]
-    gpu = f"One {where['gpu']}, torch {where['torch']}, Triton {where['triton']}."
-    return f"{table([*header, 'peak memory', 'commit'], lines, left=2)}\n\n{gpu}"
+    return f"{table([*header, 'peak memory', 'commit'], lines, left=2)}\n\n{machine(file['environment'])}."
 
 
 def trainer_text(row: dict) -> str:
@@ -250,7 +252,7 @@ def fp8_table(results: Path) -> str:
     if not lines:
         return "Not measured yet."
     header = ["model, context", "micro-batches", "bf16, tokens/s", "FP8, tokens/s", "FP8 / bf16", "FP8 / floor of bf16"]
-    return f"{table([*header, 'peak memory, bf16', 'FP8'], lines)}\n\n{' '.join(captions)}".strip()
+    return f"{table([*header, 'peak memory, bf16', 'FP8'], lines)}\n\n{' '.join(captions)}"
 
 
 def fits_table(results: Path) -> str:
