@@ -186,16 +186,20 @@ def measure(
         if finalist.row["status"] != "ok":
             print(f"  {finalist.row['trainer']}, timed in turn: {text_of(finalist.row)}", flush=True)
         elif settings.breakdown and finalist.steps and finalist in finalists:
-            failure = {}
-            with recorded([failure], gpu), finalist.job.alone():  # The profiler may lack permission.
-                step = partial(finalist.job.step, finalist.row["batch_size"])
-                finalist.row["breakdown_ms"] = breakdown(step)
-            if failure:
-                print(f"  no breakdown of {finalist.row['trainer']}: {failure.get('message', 'out of memory')}")
+            add_breakdown(finalist, gpu)
     finalists.clear()
     torch._dynamo.reset()
     gpu.release()
     return rows + ([floor_row(cell, parts)] if parts else [])
+
+
+def add_breakdown(finalist: Finalist, gpu: Gpu) -> None:
+    """Add the milliseconds of each class of kernels to the row, or print why the profiler does not give them."""
+    failure = {}
+    with recorded([failure], gpu), finalist.job.alone():  # The profiler may lack permission.
+        finalist.row["breakdown_ms"] = breakdown(partial(finalist.job.step, finalist.row["batch_size"]))
+    if failure:
+        print(f"  no breakdown of {finalist.row['trainer']}: {failure.get('message', 'out of memory')}")
 
 
 def floor_parts(cell: TrainingCell, rows: list[dict], gpu: Gpu) -> dict[str, Finalist]:
