@@ -87,9 +87,11 @@ MASKS = "causal", "full", "dropout"
 HOPPER_MASKS = *MASKS, "window", "documents"
 WINDOW, DOCUMENT = 1024, 1000  # tokens; the ends of the sequences cut documents
 Job = tuple[str, int, str, tuple]  # kernel, head_dim, mask, tile
+Candidates = dict[tuple | None, dispatch.Settings]  # by tile; None stands for the plain kernels beside Hopper's
 
 
 def inputs(batch: int, seq_len: int, heads: int, head_dim: int) -> list[torch.Tensor]:
+    """Return standard normal q, k, v and dout, (batch, seq_len, heads, head_dim) each, in bf16."""
     return list(torch.randn(4, batch, seq_len, heads, head_dim, device="cuda", dtype=torch.bfloat16).unbind())
 
 
@@ -146,9 +148,6 @@ def call_of(kernel: str, q, k, v, dout, options: Options) -> Callable[..., tuple
     return partial(dispatch.backward, dout, q, k, v, out, logsumexp, None, False, *options)
 
 
-Candidates = dict[tuple | None, dispatch.Settings]
-
-
 def times_of(kernel: str, head_dim: int, mask: str, seq_len: int, candidates: Candidates) -> dict[tuple | None, float]:
     """Return the milliseconds of the pass that `kernel` belongs to, by candidate."""
     data = inputs(TOKENS // seq_len, seq_len, HIDDEN // head_dim, head_dim)
@@ -157,13 +156,14 @@ def times_of(kernel: str, head_dim: int, mask: str, seq_len: int, candidates: Ca
 
 
 def right_ones(jobs: list[Job]) -> list[Job]:
+    """Return the jobs whose candidates run and are right."""
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         right = [job for job, ok in zip(jobs, pool.map(is_right, jobs, chunksize=2), strict=True) if ok]
     print(f"{len(right)} of {len(jobs)} candidates run and are right", flush=True)
     return right
 
 
-def candidates_of(jobs: list[Job], kernel: str, head_dim: int, mask: str) -> dict[tuple, dispatch.Settings]:
+def candidates_of(jobs: list[Job], kernel: str, head_dim: int, mask: str) -> Candidates:
     return {t: with_tile(kernel, t) for name, d, m, t in jobs if (name, d, m) == (kernel, head_dim, mask)}
 
 
