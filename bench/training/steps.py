@@ -44,10 +44,11 @@ def complete(row: dict, cell: TrainingCell, ms: float) -> None:
     """Fill in the speeds of a step of `ms` milliseconds. All trainers use our model's count of FLOPs."""
     shape = cell.shape()
     width, projected = shape.n_embd, shape.n_embd + 2 * shape.kv_heads * shape.head_dim
-    count = (
-        shape.n_layer * (projected * (width + 1) + 9 * width**2 + 10 * width) + (shape.padded_vocab_size + 2) * width
-    )
-    flops = model_flops_per_token(count, shape.n_layer, shape.n_embd, cell.context_length)
+    # The number of GPT2.n_params(), without building a model, which would cool the GPU between timings. A layer has the
+    # projection to q, k and v, the other weights, and the other biases with two LayerNorms.
+    of_layer = projected * (width + 1) + 9 * width**2 + 10 * width
+    n_params = shape.n_layer * of_layer + (shape.padded_vocab_size + 2) * width
+    flops = model_flops_per_token(n_params, shape.n_layer, width, cell.context_length)
     speed = row["batch_size"] * cell.context_length / ms * 1000
     peak = peak_flops(torch.cuda.get_device_name(), DTYPE) if torch.cuda.is_available() else None
     row.update(ms=ms, tokens_per_second=speed, tflops=speed * flops / 1e12, status="ok")
