@@ -149,7 +149,7 @@ def curves_of_steps(
         yield "fast", losses_of("fast", seed, fast_losses(job, settings), steps)
     for name, peer in peers.items():
         with loader(tokens, seed, settings) as batches:
-            yield name, losses_of(name, seed, plain_losses(peer, iter(batches), steps), steps)
+            yield name, losses_of(name, seed, plain_losses(peer, batches, steps), steps)
 
 
 def curves_of_precisions(
@@ -195,7 +195,7 @@ def plain(model: nn.Module, attention: str, device: str) -> nn.Module:
         return GPT2LMHeadModel.from_pretrained(folder, **options).to(device).train()
 
 
-def plain_losses(model: nn.Module, batches: Iterator, steps: int) -> Iterator[Tensor]:
+def plain_losses(model: nn.Module, batches: TrainLoader, steps: int) -> Iterator[Tensor]:
     """Train the plain model and yield the loss of each step."""
     decayed = [p for p in model.parameters() if p.ndim >= 2]
     others = [p for p in model.parameters() if p.ndim < 2]
@@ -203,7 +203,7 @@ def plain_losses(model: nn.Module, batches: Iterator, steps: int) -> Iterator[Te
     betas = OPTIMIZER.beta1, OPTIMIZER.beta2
     optimizer = torch.optim.AdamW(groups, betas=betas, eps=OPTIMIZER.eps, foreach=False, fused=False)
     for step in range(steps):
-        inputs, targets = next(batches)
+        inputs, targets = batches.next_batch()
         with torch.autocast(inputs.device.type, DTYPE):
             logits = model(input_ids=inputs).logits
         loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
