@@ -1,8 +1,9 @@
-"""Functions that the plain Triton kernels share: the logsumexp, and the lists of block-sparse attention."""
+"""Functions that the plain Triton kernels share: the logsumexp, block lists, and the keys of a query tile."""
 
 import triton
 import triton.language as tl
 
+from kernels.common.head_rows import keys_of
 from kernels.flash2 import block_lists
 
 BLOCK: tl.constexpr = tl.constexpr(block_lists.BLOCK)
@@ -48,3 +49,26 @@ def row_at(p_list, at, BLOCKS: tl.constexpr):
         return tl.load(p_list + at // BLOCK) * BLOCK + at % BLOCK
     else:
         return at
+
+
+@triton.jit
+def keys_of_tile(
+    i, o_m, documents, blocks, batch, offset, seq_q, seq_k, window,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Return start, full_start, full and stop of the keys of the queries i + o_m, one tile; and what each query sees.
+
+    Some of the queries see the keys [start, stop), all of them see the keys [full_start, full). With BLOCKS, these
+    numbers are places in the listed blocks; see row_at. The last result is (list of blocks, first [M], end [M]): each
+    query sees the keys [first, end).
+    """
+    last = tl.minimum(i + o_m.shape[0], seq_q) - 1
+    # fmt: off
+    start, full = keys_of(i, documents, batch, offset, seq_q, seq_k, window, CAUSAL, WINDOW, DOCUMENTS)
+    full_start, stop = keys_of(last, documents, batch, offset, seq_q, seq_k, window, CAUSAL, WINDOW, DOCUMENTS)
+    first, end = keys_of(i + o_m, documents, batch, offset, seq_q, seq_k, window, CAUSAL, WINDOW, DOCUMENTS)
+    # fmt: on
+    p_list, whole, kept = kept_blocks(blocks, i // BLOCK, seq_q, BLOCKS)
+    if BLOCKS:
+        start, full_start, full, stop = 0, 0, whole, kept
+    return start, full_start, full, stop, (p_list, first, end)

@@ -45,8 +45,7 @@ def _place_of_keys(blocks, key_lists, early, seq_k, N: tl.constexpr, BLOCKS: tl.
 
 @triton.jit
 def _key_gradient_tiles(
-    dk, dv, b_k, b_v, q, dout, p_lse, p_delta, batch, head, s_q, s_do, start, stop, p_list, first, end, seq_q,
-    scale_log2, of_keys, p_of_queries, threshold,
+    dk, dv, b_k, b_v, queries, start, stop, seen, scale_log2, dropout,
     M: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, BANDED: tl.constexpr, BLOCKS: tl.constexpr,
     DROPOUT: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr, BOUNDED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -55,6 +54,9 @@ def _key_gradient_tiles(
     If MASKED, each key is seen only by the queries [first, end); if not BANDED, end is seq_q. Keys past seq_k need no
     mask, because their rows of dK and dV are not stored.
     """
+    q, dout, p_lse, p_delta, batch, head, s_q, s_do, seq_q = queries
+    p_list, first, end = seen
+    of_keys, p_of_queries, threshold = dropout
     N: tl.constexpr = b_k.shape[0]
     o_m = tl.arange(0, M)
     for at in tl.range(start, stop, M):
@@ -74,10 +76,10 @@ def _key_gradient_tiles(
         # P^T = exp(S^T - logsumexp)
         b_pt = tl.math.exp2(b_st * scale_log2 - (b_lse * LOG2_E)[None, :])
         if MASKED:
-            seen = o_i[None, :] >= first[:, None]
+            visible = o_i[None, :] >= first[:, None]
             if BANDED:
-                seen = seen & (o_i[None, :] < end[:, None])
-            b_pt = tl.where(seen, b_pt, 0.0)
+                visible = visible & (o_i[None, :] < end[:, None])
+            b_pt = tl.where(visible, b_pt, 0.0)
         b_pt_kept = b_pt
         if DROPOUT:
             of_queries = random_numbers(p_of_queries, o_i, seq_q, BOUNDED, DROPOUT)
@@ -146,25 +148,23 @@ def key_gradient_kernel(
         do_head = at_head(dout, batch, head, sdo_b, sdo_h, TMA)
         p_lse = logsumexp + tl.cast(bh, tl.int64) * seq_q
         p_delta = delta + tl.cast(bh, tl.int64) * seq_q
-        # fmt: off
+        queries = (q_head, do_head, p_lse, p_delta, batch, head, sq_t, sdo_t, seq_q)
+        seen = (p_list, first, end)
+        dropout = (of_keys, p_of_queries, threshold)
         if CAUSAL or DOCUMENTS:
             b_dk, b_dv = _key_gradient_tiles(
-                b_dk, b_dv, b_k, b_v, q_head, do_head, p_lse, p_delta, batch, head, sq_t, sdo_t,
-                start, tl.minimum(full_start, stop), p_list, first, end, seq_q, scale * LOG2_E, of_keys, p_of_queries,
-                threshold, M, HEAD_DIM, D, BANDED, BLOCKS, DROPOUT, UPCAST, TMA, BOUNDED, True,
-            )
+                b_dk, b_dv, b_k, b_v, queries, start, tl.minimum(full_start, stop), seen, scale * LOG2_E,
+                dropout, M, HEAD_DIM, D, BANDED, BLOCKS, DROPOUT, UPCAST, TMA, BOUNDED, True,
+            )  # fmt: skip
         b_dk, b_dv = _key_gradient_tiles(
-            b_dk, b_dv, b_k, b_v, q_head, do_head, p_lse, p_delta, batch, head, sq_t, sdo_t,
-            full_start, full, p_list, first, end, seq_q, scale * LOG2_E, of_keys, p_of_queries, threshold,
-            M, HEAD_DIM, D, BANDED, BLOCKS, DROPOUT, UPCAST, TMA, BOUNDED, False,
-        )
+            b_dk, b_dv, b_k, b_v, queries, full_start, full, seen, scale * LOG2_E,
+            dropout, M, HEAD_DIM, D, BANDED, BLOCKS, DROPOUT, UPCAST, TMA, BOUNDED, False,
+        )  # fmt: skip
         if BANDED:
             b_dk, b_dv = _key_gradient_tiles(
-                b_dk, b_dv, b_k, b_v, q_head, do_head, p_lse, p_delta, batch, head, sq_t, sdo_t,
-                tl.maximum(full, full_start), stop, p_list, first, end, seq_q, scale * LOG2_E, of_keys, p_of_queries,
-                threshold, M, HEAD_DIM, D, BANDED, BLOCKS, DROPOUT, UPCAST, TMA, BOUNDED, True,
-            )
-        # fmt: on
+                b_dk, b_dv, b_k, b_v, queries, tl.maximum(full, full_start), stop, seen, scale * LOG2_E,
+                dropout, M, HEAD_DIM, D, BANDED, BLOCKS, DROPOUT, UPCAST, TMA, BOUNDED, True,
+            )  # fmt: skip
 
     # Store dK and dV, or a piece of them
     b_dk, b_dv = b_dk * (scale * keep_scale), b_dv * keep_scale

@@ -11,14 +11,13 @@ from kernels.common.head_rows import (
     at_head,
     dot,
     head_of,
-    keys_of,
     load_rows,
     numbers_of_head,
     random_numbers,
     store_rows,
 )
 from kernels.common.rounding import to
-from kernels.flash2.triton_kernels.common import BLOCK, kept_blocks, row_at
+from kernels.flash2.triton_kernels.common import keys_of_tile, row_at
 
 
 @triton.jit
@@ -48,12 +47,14 @@ def delta_kernel(
 
 @triton.jit
 def _query_gradient_tiles(
-    dq, b_q, b_do, b_lse, b_delta, k, v, batch, kv_head, s_k, s_v, start, stop, p_list, first, end, seq_k, scale_log2,
-    of_queries, p_of_keys, threshold,
+    dq, b_q, b_do, b_lse, b_delta, keys, start, stop, seen, scale_log2, dropout,
     N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, BANDED: tl.constexpr, BLOCKS: tl.constexpr,
     DROPOUT: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Run lines 11 to 15 of Algorithm 2, only for dQ, over the keys [start, stop); masked as in the forward kernel."""
+    k, v, batch, kv_head, s_k, s_v, seq_k = keys
+    p_list, first, end = seen
+    of_queries, p_of_keys, threshold = dropout
     M: tl.constexpr = b_q.shape[0]
     o_n = tl.arange(0, N)
     for at in tl.range(start, stop, N):
@@ -108,41 +109,32 @@ def query_gradient_kernel(
     b_lse = tl.load(logsumexp + row, mask=i + o_m < seq_q, other=float("inf"))  # [M]
     b_delta = tl.load(delta + row, mask=i + o_m < seq_q, other=0.0)  # [M]
 
-    # Keys: [start, stop) are seen by some query of the tile, [full_start, full) by all of them
-    BANDED: tl.constexpr = WINDOW or DOCUMENTS
-    last = tl.minimum(i + M, seq_q) - 1
-    # fmt: off
-    start, full = keys_of(i, documents, batch, offset, seq_q, seq_k, window, CAUSAL, WINDOW, DOCUMENTS)
-    full_start, stop = keys_of(last, documents, batch, offset, seq_q, seq_k, window, CAUSAL, WINDOW, DOCUMENTS)
-    first, end = keys_of(i + o_m, documents, batch, offset, seq_q, seq_k, window, CAUSAL, WINDOW, DOCUMENTS)
-    # fmt: on
-    p_list, whole, kept = kept_blocks(blocks, i // BLOCK, seq_q, BLOCKS)
-    if BLOCKS:
-        start, full_start, full, stop = 0, 0, whole, kept
+    # Some query sees the keys [start, stop), all queries see [full_start, full)
+    start, full_start, full, stop, seen = keys_of_tile(
+        i, o_m, documents, blocks, batch, offset, seq_q, seq_k, window, CAUSAL, WINDOW, DOCUMENTS, BLOCKS
+    )
     p_of_queries, p_of_keys = numbers_of_head(numbers, bh, seq_q, seq_k, DROPOUT)
     of_queries = random_numbers(p_of_queries, i + o_m, seq_q, True, DROPOUT)
+    dropout = (of_queries, p_of_keys, threshold)
+    keys = (k, v, batch, kv_head, sk_t, sv_t, seq_k)
     full, full_start = tl.maximum(full, 0) // N * N, tl.cdiv(tl.maximum(full_start, 0), N) * N
 
     # Masked tiles at the start, unmasked tiles, masked tiles at the end
     b_dq = tl.zeros([M, D], tl.float32)
-    # fmt: off
+    BANDED: tl.constexpr = WINDOW or DOCUMENTS
     if BANDED:
         b_dq = _query_gradient_tiles(
-            b_dq, b_q, b_do, b_lse, b_delta, k, v, batch, kv_head, sk_t, sv_t, tl.maximum(start, 0) // N * N,
-            tl.minimum(full_start, stop), p_list, first, end, seq_k, scale * LOG2_E, of_queries, p_of_keys, threshold,
-            N, HEAD_DIM, D, BANDED, BLOCKS, DROPOUT, UPCAST, TMA, True,
-        )
+            b_dq, b_q, b_do, b_lse, b_delta, keys, tl.maximum(start, 0) // N * N, tl.minimum(full_start, stop), seen,
+            scale * LOG2_E, dropout, N, HEAD_DIM, D, BANDED, BLOCKS, DROPOUT, UPCAST, TMA, True,
+        )  # fmt: skip
     b_dq = _query_gradient_tiles(
-        b_dq, b_q, b_do, b_lse, b_delta, k, v, batch, kv_head, sk_t, sv_t, full_start, full, p_list,
-        first, end, seq_k, scale * LOG2_E, of_queries, p_of_keys, threshold,
-        N, HEAD_DIM, D, BANDED, BLOCKS, DROPOUT, UPCAST, TMA, False,
-    )
+        b_dq, b_q, b_do, b_lse, b_delta, keys, full_start, full, seen,
+        scale * LOG2_E, dropout, N, HEAD_DIM, D, BANDED, BLOCKS, DROPOUT, UPCAST, TMA, False,
+    )  # fmt: skip
     b_dq = _query_gradient_tiles(
-        b_dq, b_q, b_do, b_lse, b_delta, k, v, batch, kv_head, sk_t, sv_t, tl.maximum(full, full_start), stop, p_list,
-        first, end, seq_k, scale * LOG2_E, of_queries, p_of_keys, threshold,
-        N, HEAD_DIM, D, BANDED, BLOCKS, DROPOUT, UPCAST, TMA, True,
-    )
-    # fmt: on
+        b_dq, b_q, b_do, b_lse, b_delta, keys, tl.maximum(full, full_start), stop, seen,
+        scale * LOG2_E, dropout, N, HEAD_DIM, D, BANDED, BLOCKS, DROPOUT, UPCAST, TMA, True,
+    )  # fmt: skip
     store_rows(
         head_of(dq, batch, head, sdq_b, sdq_h), sdq_t, i, seq_q, o_m, b_dq * (scale * keep_scale), HEAD_DIM, D, UPCAST
     )
