@@ -153,18 +153,17 @@ def _backward_into(
 ) -> bool:  # fmt: skip
     """Write dq, dk and dv, and return whether the kernels wrote `sums` too. dk and dv share their strides."""
     options = Options(*options)
+    tensors = dq, dk, dv, dout, q, k, v, out, logsumexp, dlogsumexp
     kind = q.device, q.dtype, q.shape[3], k.shape[1], options
-    config, delta = _choose("backward", tiles, *kind, uses_tma(q, k, v, dout, dk, dv)), None
+    config, delta = _choose("backward", tiles, *kind, tma=uses_tma(q, k, v, dout, dk, dv)), None
     if isinstance(config, HopperBackwardConfig):
         from kernels.flash2.hopper_backward import host as hopper  # needs Gluon, which uses_hopper_kernels checks
 
         config = without_dq(config, q.shape[3]) if deterministic else config
         sums = sums if config.fused and dlogsumexp is None and not options.dropout_p else None
-        tensors = dq, dk, dv, dout, q, k, v, out, logsumexp, dlogsumexp
         delta = hopper.backward_into(*tensors, sums, options, config)
         if config.fused:
             return sums is not None
-        arch, mask = arch_of(q.device), (options.causal, k.shape[1], options.dropout_p > 0)
-        config = plain_tiles_for(arch, q.shape[3], q.dtype, *mask)
-    plain.backward_into(dq, dk, dv, dout, q, k, v, out, logsumexp, dlogsumexp, options, config, delta)
+        config = _choose("backward", None, *kind, tma=False)  # the plain kernels' tiles
+    plain.backward_into(*tensors, options, config, delta)
     return False
