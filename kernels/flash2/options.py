@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from kernels.common.dropout import threshold
+
 
 class Options(NamedTuple):
     """Which keys a query sees, the scale of the scores, and dropout."""
@@ -15,3 +17,13 @@ class Options(NamedTuple):
     window: int = 0  # a query sees only the last `window` of these keys; 0 for all
     scale: float = 1.0
     dropout_p: float = 0.0
+
+    @property
+    def masks(self) -> tuple[bool, bool, bool]:
+        """CAUSAL, WINDOW and DOCUMENTS of the kernels."""
+        return self.causal, self.window > 0, self.documents is not None
+
+    @property
+    def factors(self) -> tuple[float, int, float]:
+        """scale, threshold and keep_scale of the kernels."""
+        return self.scale, threshold(self.dropout_p), 1 / (1 - self.dropout_p)

@@ -5,7 +5,6 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kernels.common.dropout import threshold
 from kernels.common.launching import launch_kernel, strides
 from kernels.flash2.hopper_backward.finish import finish_kernel
 from kernels.flash2.hopper_backward.main_loop import is_transposed, main_kernel, rows_of_warps
@@ -64,9 +63,8 @@ def arguments_of(
         *(options.numbers, options.documents),
     )
     sizes = batch, heads, heads // k.shape[2], seq_q, k.shape[1], section, options.window
-    scalars = *sizes, options.scale, threshold(options.dropout_p), 1 / (1 - options.dropout_p)
-    masks = options.causal, options.window > 0, options.documents is not None
-    return tensors, scalars, (d1, config.warps, config.stages, *masks, dropout, fused, _LOADER_REGISTERS)
+    constants = d1, config.warps, config.stages, *options.masks, dropout, fused, _LOADER_REGISTERS
+    return tensors, (*sizes, *options.factors), constants
 
 
 def backward_into(

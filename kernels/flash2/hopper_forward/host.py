@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from kernels.common.dropout import threshold
 from kernels.common.launching import launch_kernel
 from kernels.flash2.hopper_forward.kernel import forward_kernel
 from kernels.flash2.hopper_forward.schedule import section_size
@@ -27,13 +26,13 @@ def arguments_of(
     def parts(x: Tensor, rows: int) -> tuple:
         return blocks_of(x, 1, rows, 1, d0), blocks_of(x, 1, rows, 1, d1) if d1 else None
 
-    tensors = *parts(q, ROWS.value), *parts(k, config.keys), *parts(v, config.keys), out, logsumexp, options.numbers
+    reads = *parts(q, ROWS.value), *parts(k, config.keys), *parts(v, config.keys)
+    tensors = *reads, out, logsumexp, options.numbers, options.documents
     sizes = batch, heads, heads // k.shape[2], seq_q, k.shape[1], section, options.window
-    scalars = *sizes, options.scale, threshold(options.dropout_p), 1 / (1 - options.dropout_p)
     registers = CONSUMER_REGISTERS[config.consumers], PRODUCER_REGISTERS
     shape = config.keys, config.stages, config.consumers, d0, d1
-    masks = options.causal, options.window > 0, options.documents is not None
-    return (*tensors, options.documents), scalars, (*shape, *masks, options.dropout_p > 0, *registers)
+    constants = *shape, *options.masks, options.dropout_p > 0, *registers
+    return tensors, (*sizes, *options.factors), constants
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, config: HopperForwardConfig) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from kernels.common.dropout import threshold
 from kernels.common.launching import descriptor, launch_kernel, strides, uses_tma
 from kernels.flash2.block_lists import BLOCK, HEADER
 from kernels.flash2.options import Options
@@ -15,16 +14,14 @@ from kernels.flash2.triton_kernels.query_gradient import delta_kernel, query_gra
 
 def constants_of(tile: TileConfig, head_dim: int, options: Options, interpreted: bool, tma: bool) -> tuple:
     """Return M, N, HEAD_DIM, D, CAUSAL, WINDOW, DOCUMENTS, BLOCKS, DROPOUT, UPCAST and TMA."""
-    masks = options.causal, options.window > 0, options.documents is not None, options.blocks is not None
     sizes = tile.queries, tile.keys, head_dim, padded_head_dim(head_dim)
-    return *sizes, *masks, options.dropout_p > 0, interpreted, tma
+    return *sizes, *options.masks, options.blocks is not None, options.dropout_p > 0, interpreted, tma
 
 
 def sizes_of(q_shape: torch.Size, k_shape: torch.Size, options: Options) -> tuple:
     """Return heads, groups, seq_q, seq_k, window, scale, threshold and keep_scale."""
     (seq_q, heads), (seq_k, kv_heads) = q_shape[1:3], k_shape[1:3]
-    dropout = threshold(options.dropout_p), 1 / (1 - options.dropout_p)
-    return heads, heads // kv_heads, seq_q, seq_k, options.window, options.scale, *dropout
+    return heads, heads // kv_heads, seq_q, seq_k, options.window, *options.factors
 
 
 def _read(x: Tensor, rows: int, tma: bool):
