@@ -1,7 +1,5 @@
 """flash1's Triton kernels (interpreted without a GPU), its PyTorch definition and its operator."""
 
-import os
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,9 +10,7 @@ from kernels.common.checks import document_bounds
 from kernels.flash1 import definition, flash1, launch
 from kernels.naive.definition import standard_attention
 from tests.kernels.accuracy import Case, assert_as_accurate, draw, outcome
-
-F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
-KERNEL_DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+from tests.kernels.flash2_cases import BF16, F16, F32, KERNEL_DEVICE
 
 
 def both_passes(implementation, inputs: tuple, *options) -> tuple:
