@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from kernels.common.launching import launch_kernel
 from kernels.hopper.gluon_versions import barrier, tma_load
 from kernels.hopper.selection import TILE
-from kernels.hopper.warpgroups import blocks_of, multiprocessors, ring
+from kernels.hopper.warpgroups import accumulator_layout, allocate_slots, blocks_of, multiprocessors, ring
 
 ROWS: gl.constexpr = gl.constexpr(64)  # of a multiplying warpgroup: the M of wgmma
 M: gl.constexpr = gl.constexpr(TILE[0])
@@ -97,7 +97,7 @@ def multiplier(half: gl.constexpr, a, b, start, rings, results, shape, TRANSPOSE
     rows, columns, depth = shape
     a_slots, b_slots, full, empty = rings
     c_slots, c_full, c_empty = results
-    ACC_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    ACC_LAYOUT: gl.constexpr = accumulator_layout(N)
     o_m = half * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, ACC_LAYOUT))
     zeros = gl.zeros([ROWS, N], gl.float32, ACC_LAYOUT)
     count = count_tiles(rows, columns)
@@ -147,8 +147,8 @@ def chunk_places(columns):
 @gluon.jit
 def shared_memory(a, b):
     """Allocate the rings of A and B, two slots for halves of C, and the barriers of both."""
-    a_slots = gl.allocate_shared_memory(a.dtype, [STAGES, M, K], a.layout)
-    b_slots = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)  # noqa: RUF005
+    a_slots = allocate_slots(a, STAGES)
+    b_slots = allocate_slots(b, STAGES)
     C_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, N], a.dtype)
     c_slots = gl.allocate_shared_memory(a.dtype, [2, ROWS, N], C_LAYOUT)
     full, empty = ring(STAGES, 2)

@@ -1,4 +1,4 @@
-"""Functions that the warp-specialised Gluon kernels for Hopper share: barriers, a mask and host helpers."""
+"""Functions that the warp-specialised Gluon kernels for Hopper share: layouts, barriers, a mask and host helpers."""
 
 from functools import cache
 
@@ -14,6 +14,18 @@ from kernels.common.launching import descriptor
 from kernels.hopper.gluon_versions import barrier
 
 _GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+
+@gluon.constexpr_function
+def accumulator_layout(columns, down=4, across=1):
+    """Return the layout of a product with so many columns: `down` warps share its rows, `across` warps its columns."""
+    return gl.NVMMADistributedLayout([3, 0], [down, across], [16, columns // across, 16])
+
+
+@gluon.jit
+def allocate_slots(x, SLOTS: gl.constexpr):
+    """Allocate SLOTS blocks of a TMA descriptor x in shared memory. (Gluon supports no starred lists.)"""
+    return gl.allocate_shared_memory(x.dtype, [SLOTS] + x.block_type.shape, x.layout)  # noqa: RUF005
 
 
 @gluon.jit

@@ -15,14 +15,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.common.head_rows import queries_of
+from kernels.common.head_rows import LOG2_E, queries_of
 from kernels.flash2.hopper_backward.finish import in_register_order
-from kernels.flash2.hopper_backward.tile import add_product, both_halves, gradient_layout, half_of, ones_at, whole_tile
+from kernels.flash2.hopper_backward.tile import add_product, both_halves, half_of, ones_at, whole_tile
 from kernels.flash2.tiles import in_halves
 from kernels.hopper.gluon_versions import barrier, tma_add, tma_load, tma_store
-from kernels.hopper.warpgroups import release
+from kernels.hopper.warpgroups import accumulator_layout, allocate_slots, release
 
-LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
 _in_halves = gluon.constexpr_function(in_halves)
 
 
@@ -129,6 +128,17 @@ def _write(outputs, buffers, dk, dk_1, dv, dv_1, scale, keep_scale, batch, j, kv
     dk0, dk1, dv0, dv1 = outputs
     k0_s, k1_s, v0_s, v1_s = buffers
     dtype: gl.constexpr = k0_s.dtype
+@gluon.jit
+def _wait_for_sum(running: gl.constexpr, x, x_1, D1: gl.constexpr):
+    """Wait until at most `running` products run, and return both parts of the sum x, to be added to again."""
+    if D1:
+        x, x_1 = warpgroup_mma_wait(running, deps=(x, x_1))
+        return warpgroup_mma_init(x), warpgroup_mma_init(x_1)
+    else:
+        x = warpgroup_mma_wait(running, deps=(x,))
+        return warpgroup_mma_init(x), x_1
+
+
     if D1:
         dk, dv, dk_1, dv_1 = warpgroup_mma_wait(0, deps=(dk, dv, dk_1, dv_1))
     else:
@@ -180,18 +190,18 @@ def _consumer(
     IN_HALVES: gl.constexpr = FUSED and _in_halves(M, D0 + D1) and not DROPOUT
     WM: gl.constexpr = rows_of_warps(M, WARPS)
     WN: gl.constexpr = WARPS // WM
-    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, M // 2 if IN_HALVES else M, 16])
-    K0L: gl.constexpr = gradient_layout(D0, WARPS)
-    Q0L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WM, WN], [16, D0 // WN, 16])
+    SL: gl.constexpr = accumulator_layout(M // 2 if IN_HALVES else M, WARPS)  # of S^T, P^T, dP^T and dS^T [N, M]
+    K0L: gl.constexpr = accumulator_layout(D0, WARPS)  # of dK and dV [N, D0]
+    Q0L: gl.constexpr = accumulator_layout(D0, WM, WN)  # of dQ [M, D0]
+    QTL: gl.constexpr = accumulator_layout(M, WARPS)  # of dQ^T [D0, M]
     if D1:
-        K1L: gl.constexpr = gradient_layout(D1, WARPS)
-        Q1L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WM, WN], [16, D1 // WN, 16])
-    # Products of 64 columns read operands as fast as shared memory delivers. So with 64 keys V is held in registers;
-    # without part 1 K and K^T are too, and dQ is computed as its transpose, K^T dS^T. Not if dQ is left out: ptxas 12.8
-    # then overwrites the registers of K with P, although the next tile needs K.
+        K1L: gl.constexpr = accumulator_layout(D1, WARPS)
+        Q1L: gl.constexpr = accumulator_layout(D1, WM, WN)
+    # Products of 64 columns read operands as fast as shared memory delivers. So with 64 keys V is held in registers.
+    # Without part 1, K and K^T are too, and dQ is computed as its transpose, K^T dS^T. If dQ is left out, none is held:
+    # ptxas 12.8 would overwrite the registers of K with P, although the next tile needs K.
     V_HELD: gl.constexpr = FUSED and N == 64 and D0 == 64
     HELD: gl.constexpr = FUSED and is_transposed(N, D0 + D1)
-    QTL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, M, 16])
 
     b_k0, b_v0 = k0_s.reshape([N, D0]), v0_s.reshape([N, D0])
     b_k1, b_v1 = b_k0, b_v0
@@ -273,12 +283,7 @@ def _consumer(
                     dq_1 = warpgroup_mma(b_ds.permute([1, 0]), b_k1, dq_1, use_acc=False, is_async=True)
             # dK += dS^T Q  [N, D]
             dk, dk_1 = add_product(ds16, b_q0, b_q1, dk, dk_1, D1, WARPS)
-            if D1:
-                dv, dv_1 = warpgroup_mma_wait(PARTS, deps=(dv, dv_1))
-                dv_1 = warpgroup_mma_init(dv_1)
-            else:
-                dv = warpgroup_mma_wait(PARTS, deps=(dv,))
-            dv = warpgroup_mma_init(dv)
+            dv, dv_1 = _wait_for_sum(PARTS, dv, dv_1, D1)
             # dQ to shared memory, for _reducer
             if FUSED:
                 mbarrier.wait(dq_empty, (t & 1) ^ 1)
@@ -292,12 +297,7 @@ def _consumer(
                     dq1_s.reshape([M * D1]).store(in_register_order(dq_1, M, D1, WM, WN))
                 fence_async_shared()
             release(do_empty.index(o), _each(WARPS))
-            if D1:
-                dk, dk_1 = warpgroup_mma_wait(0, deps=(dk, dk_1))
-                dk_1 = warpgroup_mma_init(dk_1)
-            else:
-                dk = warpgroup_mma_wait(0, deps=(dk,))
-            dk = warpgroup_mma_init(dk)
+            dk, dk_1 = _wait_for_sum(0, dk, dk_1, D1)
             t += 1
 
     _write(outputs, (k0_s, k1_s, v0_s, v1_s), dk, dk_1, dv, dv_1, scale, keep_scale, batch, j, kv_head, D1)
@@ -310,13 +310,6 @@ def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     for s in gl.static_range(COUNT):
         mbarrier.init(bars.index(s), count=ARRIVALS)
     return bars
-
-
-@gluon.jit
-def _slots(x, STAGES: gl.constexpr):
-    """Allocate STAGES tiles in shared memory. (Gluon supports no starred lists.)"""
-    shape: gl.constexpr = [STAGES] + x.block_type.shape  # noqa: RUF005
-    return gl.allocate_shared_memory(x.dtype, shape, x.layout)
 
 
 @gluon.jit
@@ -371,10 +364,10 @@ def main_kernel(
     # Shared memory: K, V [N, D]; Q, dO [M, D] in rings; statistics; dS^T [N, M]; dQ [M, D]
     k0_s = gl.allocate_shared_memory(dtype, k0.block_type.shape, k0.layout)
     v0_s = gl.allocate_shared_memory(dtype, v0.block_type.shape, v0.layout)
-    q0_s = _slots(q0, QS)
-    do0_s = _slots(do0, OS)
+    q0_s = allocate_slots(q0, QS)
+    do0_s = allocate_slots(do0, OS)
     STATS: gl.constexpr = 1 if stats.dtype == gl.bfloat16 else 3 if DROPOUT else 2  # tiles of one query tile
-    stats_s = _slots(stats, STATS * QS)
+    stats_s = allocate_slots(stats, STATS * QS)
     ds_s, dq0_s, dq1_s = k0_s, stats_s.index(0), stats_s.index(0)
     if FUSED:
         # For dQ each of two warpgroups reads dS that the other one stored. With a second tile of dS, it need not wait
@@ -391,8 +384,8 @@ def main_kernel(
     if D1:
         k1_s = gl.allocate_shared_memory(dtype, k1.block_type.shape, k1.layout)
         v1_s = gl.allocate_shared_memory(dtype, v1.block_type.shape, v1.layout)
-        q1_s = _slots(q1, QS)
-        do1_s = _slots(do1, OS)
+        q1_s = allocate_slots(q1, QS)
+        do1_s = allocate_slots(do1, OS)
     else:
         k1_s, v1_s, q1_s, do1_s = k0_s, v0_s, q0_s, do0_s
         q1, k1, v1, do1, dk1, dv1 = q0, k0, v0, do0, dk0, dv0

@@ -6,7 +6,7 @@ Legend: B batch, M rows of a query tile, D0 + D1 head size, tiles = cdiv(seq_q, 
 import triton
 import triton.language as tl
 
-LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+from kernels.common.head_rows import LOG2_E
 
 
 @triton.jit

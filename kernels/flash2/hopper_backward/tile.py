@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.hopper.warpgroups import hide
+from kernels.hopper.warpgroups import accumulator_layout, hide
 
 
 @gluon.jit
@@ -27,19 +27,13 @@ def _transposed_product(x0, x1, y0, y1, zeros, D1: gl.constexpr):
     return product
 
 
-@gluon.constexpr_function
-def gradient_layout(columns, warps):
-    """Return the layout of dK or dV [N, columns]."""
-    return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, columns, 16])
-
-
 @gluon.jit
 def add_product(x, y0, y1, z0, z1, D1: gl.constexpr, WARPS: gl.constexpr):
     """Issue z += x y [N, D0 + D1]; x [N, M], rounded, in registers, y [M, D0 + D1] in shared memory."""
-    A0L: gl.constexpr = gl.DotOperandLayout(0, gradient_layout(y0.shape[1], WARPS), 2)
+    A0L: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout(y0.shape[1], WARPS), 2)
     z0 = warpgroup_mma(gl.convert_layout(x, A0L), y0, z0, is_async=True)
     if D1:
-        A1L: gl.constexpr = gl.DotOperandLayout(0, gradient_layout(D1, WARPS), 2)
+        A1L: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout(D1, WARPS), 2)
         z1 = warpgroup_mma(gl.convert_layout(x, A1L), y1, z1, is_async=True)
     return z0, z1
 

@@ -11,8 +11,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from kernels.flash2.hopper_forward.schedule import count_tiles, tile_at
 from kernels.flash2.hopper_forward.tile import (
     ROWS,
-    accumulator_layout,
     as_operand,
+from kernels.common.head_rows import LOG2_E
     count_blocks,
     drop,
     issue_output,
@@ -31,9 +31,8 @@ from kernels.flash2.hopper_forward.tile import (
     wait_for_output,
 )
 from kernels.hopper.gluon_versions import tma_load
-from kernels.hopper.warpgroups import release, ring
+from kernels.hopper.warpgroups import accumulator_layout, allocate_slots, release, ring
 
-LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
 THREADS: gl.constexpr = gl.constexpr(128)  # of one consumer
 
 
@@ -286,13 +285,9 @@ def _consumer(
 
 
 @gluon.jit
-def _slots(x0, x1, SLOTS: gl.constexpr, D1: gl.constexpr):
-    """Allocate SLOTS tiles in shared memory. (Gluon supports no starred lists.)"""
-    slots0 = gl.allocate_shared_memory(x0.dtype, [SLOTS] + x0.block_type.shape, x0.layout)  # noqa: RUF005
-    slots1 = 0
-    if D1:
-        slots1 = gl.allocate_shared_memory(x1.dtype, [SLOTS] + x1.block_type.shape, x1.layout)  # noqa: RUF005
-    return slots0, slots1
+def _slots_of_parts(x0, x1, SLOTS: gl.constexpr, D1: gl.constexpr):
+    """Allocate SLOTS tiles in shared memory, in two parts; part 1 is 0 if it is empty."""
+    return allocate_slots(x0, SLOTS), allocate_slots(x1, SLOTS) if D1 else 0
 
 
 @gluon.jit(do_not_specialize=["batches", "heads", "groups", "seq_q", "seq_k", "section", "window", "threshold"])
@@ -313,9 +308,9 @@ def forward_kernel(
     gl.static_assert(STAGES >= 2)  # a consumer waits for a block before it releases the slot of the block before
     # Otherwise one consumer could have two blocks more than another, and wait for a slot that the other must release.
     gl.static_assert(N >= ROWS * (CONSUMERS - 1))
-    q_slots = _slots(q0, q1, 2 * CONSUMERS, D1)  # [64, D], two tiles
-    k_slots = _slots(k0, k1, STAGES, D1)  # [N, D]
-    v_slots = _slots(v0, v1, STAGES, D1)  # [N, D]
+    q_slots = _slots_of_parts(q0, q1, 2 * CONSUMERS, D1)  # [64, D], two tiles
+    k_slots = _slots_of_parts(k0, k1, STAGES, D1)  # [N, D]
+    v_slots = _slots_of_parts(v0, v1, STAGES, D1)  # [N, D]
     ARRIVALS: gl.constexpr = THREADS if _each(D0, CONSUMERS) else 1
     q_full, q_empty = ring(2 * CONSUMERS, ARRIVALS)
     full, empty = ring(STAGES, CONSUMERS * ARRIVALS)

@@ -9,15 +9,9 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from kernels.flash2.hopper_forward.schedule import keys_at
 from kernels.flash2.triton_kernels.common import natural_logsumexp
-from kernels.hopper.warpgroups import hide
+from kernels.hopper.warpgroups import accumulator_layout, hide
 
 ROWS: gl.constexpr = gl.constexpr(64)  # of one consumer: the M of wgmma
-
-
-@gluon.constexpr_function
-def accumulator_layout(columns):
-    """Return the layout of a wgmma result [64, columns] over one warpgroup."""
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
 
 
 @gluon.constexpr_function
