@@ -30,7 +30,11 @@ def allocate_slots(x, SLOTS: gl.constexpr):
 
 @gluon.jit
 def ring(SLOTS: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Return the barriers of a ring of slots: `full`, and `empty`, which waits for ARRIVALS arrivals."""
+    """Return the barriers of a ring of slots: `full`, and `empty`, which waits for ARRIVALS arrivals.
+
+    Tile number n of the ring is in slot n % SLOTS. Its readers wait for `full` with parity n // SLOTS & 1, its writer
+    waits for `empty` with the other parity. In the first round no writer has to wait.
+    """
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(SLOTS):

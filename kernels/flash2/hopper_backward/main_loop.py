@@ -1,7 +1,13 @@
 """The main kernel of the Hopper backward: its loading warp, its dQ warp, its consumers, and the launch of all three.
 
-Legend: M rows of a query tile, N rows of a key tile, D0 + D1 head size, j first key of the program. t counts the query
-tiles of the program; QS slots of Q and of the statistics, OS slots of dO.
+Legend: M rows of a query tile, N rows of a key tile, D0 + D1 head size, j first key of the program. x0 and x1 are the
+two parts of x: x0_s is part 0 in shared memory, b_x0 one tile of it as a matrix. The query tiles [first, stop) see some
+key of the program; t counts them over the query heads of the group. Rings have QS slots for Q and its statistics and OS
+slots for dO.
+
+Tuples: bars has the barriers k_full of K and V, q_full of Q's slots, do_full and do_empty of dO's slots, and dq_empty
+of the one tile of dQ; warpgroups.ring explains their parities. shape is (heads, groups, seq_q, seq_k), band (documents,
+window), dropout (numbers, threshold, keep_scale).
 """
 
 from triton.experimental import gluon
@@ -123,12 +129,6 @@ def _reducer(dq0, dq1, dq0_s, dq1_s, bars, batch, kv_head, heads, groups, tiles,
 
 
 @gluon.jit
-def _write(outputs, buffers, dk, dk_1, dv, dv_1, scale, keep_scale, batch, j, kv_head, D1: gl.constexpr):
-    """Write dK and dV [N, D], scaled and rounded, by TMA from the shared memory of K and V, which is free now."""
-    dk0, dk1, dv0, dv1 = outputs
-    k0_s, k1_s, v0_s, v1_s = buffers
-    dtype: gl.constexpr = k0_s.dtype
-@gluon.jit
 def _wait_for_sum(running: gl.constexpr, x, x_1, D1: gl.constexpr):
     """Wait until at most `running` products run, and return both parts of the sum x, to be added to again."""
     if D1:
@@ -139,6 +139,12 @@ def _wait_for_sum(running: gl.constexpr, x, x_1, D1: gl.constexpr):
         return warpgroup_mma_init(x), x_1
 
 
+@gluon.jit
+def _write(outputs, buffers, dk, dk_1, dv, dv_1, scale, keep_scale, batch, j, kv_head, D1: gl.constexpr):
+    """Write dK and dV [N, D], scaled and rounded, by TMA from the shared memory of K and V, which is free now."""
+    dk0, dk1, dv0, dv1 = outputs
+    k0_s, k1_s, v0_s, v1_s = buffers
+    dtype: gl.constexpr = k0_s.dtype
     if D1:
         dk, dv, dk_1, dv_1 = warpgroup_mma_wait(0, deps=(dk, dv, dk_1, dv_1))
     else:
@@ -228,8 +234,9 @@ def _consumer(
     if IN_PRODUCTS and not IN_HALVES:
         of_lse = ones_at(0, N, gl.DotOperandLayout(0, SL, 2))
         of_delta = ones_at(3, N, gl.DotOperandLayout(0, SL, 2))
-    mbarrier.wait(k_full.index(0), 0)
-    mbarrier.wait(k_full.index(1), 0)
+    mbarrier.wait(k_full.index(0), 0)  # K
+    mbarrier.wait(k_full.index(1), 0)  # V
+    # The first operands of S^T and dP^T
     a_k0, a_v0 = b_k0, b_v0
     if V_HELD:
         a_v0 = b_v0.load(gl.DotOperandLayout(0, SL, 2))

@@ -1,18 +1,23 @@
 """The kernel of the Hopper forward: its producer warp, its consumer warpgroups, and the launch of both.
 
-Legend: M rows of a query tile, ROWS = 64 of one consumer, N keys of a block, D0 + D1 head size. `it` is the number of
-key blocks before this tile in all tiles of this program; block number n uses slot n % STAGES of the rings.
+Legend: M rows of a query tile, ROWS = 64 of one consumer, N keys of a block, D0 + D1 head size; x0 and x1 are the two
+parts of x. `it` is the number of key blocks before this tile in all tiles of this program. K of block j of this tile
+is in slot (it + j) % STAGES of the rings, V of the same block in the next slot.
+
+Tuples: rings has the slots of Q, K and V in shared memory, then barriers: q_full and q_empty of Q's slots, full and
+empty of a slot of K and V. shape is (batches, heads, seq_q, seq_k, section), band (documents, window), dropout
+(numbers, threshold, keep_scale). counts comes from count_blocks, seen from visible_keys.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_init, warpgroup_mma_wait
 
+from kernels.common.head_rows import LOG2_E
 from kernels.flash2.hopper_forward.schedule import count_tiles, tile_at
 from kernels.flash2.hopper_forward.tile import (
     ROWS,
     as_operand,
-from kernels.common.head_rows import LOG2_E
     count_blocks,
     drop,
     issue_output,
@@ -109,6 +114,7 @@ def _producer(
 
 @gluon.jit
 def _wait_for_use(barriers, n, SLOTS: gl.constexpr):
+    """Wait for tile number n of a ring; see warpgroups.ring."""
     mbarrier.wait(barriers.index(n % SLOTS), n // SLOTS & 1)
 
 
