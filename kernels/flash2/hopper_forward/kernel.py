@@ -19,7 +19,6 @@ from kernels.flash2.hopper_forward.tile import (
     ROWS,
     as_operand,
     count_blocks,
-    drop,
     issue_output,
     issue_scores,
     key_numbers,
@@ -157,7 +156,7 @@ def _walk(
         m_new, shift = new_maxima(s, m, scale_log2, D1)
         if not AFTER:
             b_p, l, alpha = softmax(s, shift, m, l, scale_log2)
-            p_next = as_operand(drop(b_p, of_queries, of_keys, threshold, DROPOUT), p.dtype, D0)
+            p_next = as_operand(b_p, of_queries, of_keys, threshold, p.dtype, D0, DROPOUT)
         else:
             alpha = gl.exp2(m - shift)
         if LATE:
@@ -174,7 +173,7 @@ def _walk(
             acc1 = warpgroup_mma_init(rescale(acc1, alpha, D1))
         if AFTER:
             b_p, l, alpha = softmax(s, shift, m, l, scale_log2)
-            p_next = as_operand(drop(b_p, of_queries, of_keys, threshold, DROPOUT), p.dtype, D0)
+            p_next = as_operand(b_p, of_queries, of_keys, threshold, p.dtype, D0, DROPOUT)
         p, m = p_next, m_new
     if LATE:
         release(empty.index((it + own - 1) % STAGES), False, pred=own > 1)
@@ -226,7 +225,7 @@ def _consumer(
     b_p, l, _ = softmax(s, shift, none, zero, scale_log2)
     of_queries = query_numbers(numbers, batch, head, i, shape, N, DROPOUT)
     of_keys = key_numbers(numbers, batch, head, begin * N, shape, N, DROPOUT)
-    p = as_operand(drop(b_p, of_queries, of_keys, threshold, DROPOUT), out.dtype.element_ty, D0)
+    p = as_operand(b_p, of_queries, of_keys, threshold, out.dtype.element_ty, D0, DROPOUT)
     _wait_for_use(full, 1, STAGES)
 
     for n in range(count):
@@ -267,7 +266,7 @@ def _consumer(
             next_m, shift = new_maxima(s, none, scale_log2, D1)
             if not AFTER:
                 b_p, next_l, _ = softmax(s, shift, none, zero, scale_log2)
-                p_next = as_operand(drop(b_p, of_queries, of_keys, threshold, DROPOUT), p.dtype, D0)
+                p_next = as_operand(b_p, of_queries, of_keys, threshold, p.dtype, D0, DROPOUT)
             # This wait keeps the exponentials in place, as in _walk. With two slots, the next block needs the slot of
             # the last V of a consumer with fewer blocks, and that consumer releases it only below. So with two slots,
             # wait here for a block that has already arrived.
@@ -280,7 +279,7 @@ def _consumer(
                 _wait_for_use(full, it + 1, STAGES)
             if AFTER:
                 b_p, next_l, _ = softmax(s, shift, none, zero, scale_log2)
-                p_next = as_operand(drop(b_p, of_queries, of_keys, threshold, DROPOUT), p.dtype, D0)
+                p_next = as_operand(b_p, of_queries, of_keys, threshold, p.dtype, D0, DROPOUT)
             store_tile(out, logsumexp, out0, out1, m, l, keep_scale, batch, head, i, shape, D0, D1)
             p, m, l = p_next, next_m, next_l
             batch, head, i = next_batch, next_head, next_i

@@ -217,16 +217,10 @@ def key_numbers(numbers, batch, head, j, shape, N: gl.constexpr, DROPOUT: gl.con
 
 
 @gluon.jit
-def drop(p, of_queries, of_keys, threshold, DROPOUT: gl.constexpr):
-    """Return P [64, N] with zeros for dropped probabilities; see kernels/common/dropout.py."""
+def as_operand(p, of_queries, of_keys, threshold, dtype: gl.constexpr, D0: gl.constexpr, DROPOUT: gl.constexpr):
+    """Return P [64, N], rounded, as the operand of P V in registers. Dropped probabilities are zero; see dropout.py."""
     if DROPOUT:
-        return gl.where(of_queries[:, None] * of_keys[None, :] >= threshold.to(gl.uint32, bitcast=True), p, 0.0)
-    else:
-        return p
-
-
-@gluon.jit
-def as_operand(p, dtype: gl.constexpr, D0: gl.constexpr):
+        p = gl.where(of_queries[:, None] * of_keys[None, :] >= threshold.to(gl.uint32, bitcast=True), p, 0.0)
     layout: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout(D0), 2)
     return gl.convert_layout(p.to(dtype), layout)
 
