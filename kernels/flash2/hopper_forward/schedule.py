@@ -92,11 +92,12 @@ def longest_program(
     Each tile counts one block more for its start and end. The time of a forward pass is proportional to this number.
     """
     rows = -(-seq_q // config.queries)
-    n, place = np.divmod(np.arange(heads * rows), programs)
+    t = np.arange(heads * rows)
+    n, place = np.divmod(t, programs)
     program = np.where(n % 2 == 0, place, programs - 1 - place)
-    first = np.arange(heads * rows) // (section * rows) * section
+    first = t // (section * rows) * section
     width = np.minimum(section, heads - first)
-    tile = rows - 1 - (np.arange(heads * rows) - first * rows) // width
+    tile = rows - 1 - (t - first * rows) // width
     after = -(-heads // section) - 1 - first // section
     tile = np.where(after % 2 == 0, tile, rows - 1 - tile)
     blocks = np.clip(-(-((tile + 1) * config.queries + seq_k - seq_q) // config.keys), 1, -(-seq_k // config.keys))
