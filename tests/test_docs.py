@@ -52,6 +52,16 @@ def test_every_file_in_code_marks_exists(page):
         assert (ROOT / path).exists() or "mine." in path, path  # mine: a name that the page makes up
 
 
+def test_the_explanation_quotes_the_kernels_as_they_are():
+    def statements(code: str) -> list[str]:
+        return [line for text in code.splitlines() if (line := text.partition("#")[0].strip())]
+
+    page = (ROOT / "docs" / "how-attention-works.md").read_text()
+    quoted = statements("".join(re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)))
+    written = {line for file in (ROOT / "kernels").rglob("*.py") for line in statements(file.read_text())}
+    assert quoted and [line for line in quoted if line not in written] == []
+
+
 def commands() -> list[str]:
     """Return the commands of all pages that start a program of ours, without comments and a shell's operators."""
     found = []
