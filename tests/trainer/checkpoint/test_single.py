@@ -48,6 +48,24 @@ def test_a_failure_leaves_the_earlier_files_as_they_were(tmp_path, monkeypatch, 
     assert load(tmp_path)["step"] == 2
 
 
+def test_a_power_failure_leaves_no_name_without_its_content_and_undoes_no_name(tmp_path, monkeypatch):
+    """The disk gets the content before the name, and the name before anything else happens."""
+    events, fsync, replace = [], os.fsync, os.replace
+
+    def recorded_fsync(file: int) -> None:
+        events.append(("fsync", Path(os.readlink(f"/proc/self/fd/{file}"))))
+        fsync(file)
+
+    def recorded_replace(old: Path, new: Path) -> None:
+        events.append(("name", Path(new)))
+        replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(os, "replace", recorded_replace)
+    path = SingleFileStore(tmp_path, keep=1).save(small(1))
+    assert events == [("fsync", path.with_suffix(".partial")), ("name", path), ("fsync", tmp_path)]
+
+
 @pytest.mark.parametrize("missing", ["all", "most", "the seal", "a byte"])
 def test_a_disk_that_fills_up_leaves_the_earlier_files_as_they_were(tmp_path, missing):
     checkpoints = SingleFileStore(tmp_path, keep=1)
