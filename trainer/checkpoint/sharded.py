@@ -98,6 +98,7 @@ class ShardedStore(BackgroundStore):
             if not best.is_symlink():  # a copied run can hold a folder here, which os.replace does not replace
                 remove(best)
             os.replace(new_link, best)
+            sync_folder(self.folder)
             (self.folder / "best.pt").unlink(missing_ok=True)  # from a run whose weights were not sharded
 
 

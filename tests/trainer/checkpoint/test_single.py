@@ -64,6 +64,9 @@ def test_a_power_failure_leaves_no_name_without_its_content_and_undoes_no_name(t
     monkeypatch.setattr(os, "replace", recorded_replace)
     path = SingleFileStore(tmp_path, keep=1).save(small(1))
     assert events == [("fsync", path.with_suffix(".partial")), ("name", path), ("fsync", tmp_path)]
+    events.clear()
+    sharded(tmp_path)._name(partial_of(tmp_path, 6, b""), tmp_path / "step-00000006", is_best=True)
+    assert events == [("fsync", tmp_path), ("name", tmp_path / "best"), ("fsync", tmp_path)]
 
 
 @pytest.mark.parametrize("missing", ["all", "most", "the seal", "a byte"])
