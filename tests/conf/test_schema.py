@@ -194,6 +194,9 @@ def test_the_loop_needs_at_least_one_of_each(key, value):
     [
         ({"grad_accumulation": 0}, "train.grad_accumulation=0 is out of range; give at least 1"),
         ({"sample_tokens": -1}, "train.sample_tokens=-1 is out of range; give at least 0"),
+        ({"activation_checkpointing": "some"}, "train.activation_checkpointing=some is unknown; choose one of none, "),
+        ({"on_nan": "ignore"}, "train.on_nan=ignore is unknown; choose one of stop, skip"),
+        ({"spike_factor": 1.0}, "train.spike_factor=1.0 is not above 1; give a larger number, or null"),
         (
             {"batch_size": 16, "global_batch_size": 32, "grad_accumulation": 3},
             "makes 2 micro-steps, not train.grad_accumulation=3",
