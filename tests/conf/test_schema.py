@@ -175,6 +175,7 @@ def test_an_unknown_key_or_a_wrong_type_is_refused(override):
         ),
         ("checkpoint.keep=0", "checkpoint.keep=0 is out of range; give at least 1"),
         ("wandb.mode=on", "wandb.mode"),
+        ("optimizer.name=sgd", "optimizer.name=sgd is unknown; choose one of adamw, muon"),
     ],
 )
 def test_an_impossible_value_on_the_command_line_is_refused_in_our_words(override, sentence):
