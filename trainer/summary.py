@@ -155,6 +155,6 @@ def sample(model: GPT2, tokens: TokenSet, settings: TrainConfig, compute: Comput
 
 
 def first_step_message(seconds: float, settings: TrainConfig, compute: Compute, as_graphs: bool) -> str:
-    """Return how long the first step took, what it included, and whether CUDA graphs follow it."""
+    """Return the message after the first step: its time, and whether compilation is included and CUDA graphs follow."""
     included = ", compilation included" if is_compiled(settings, compute) else ""
     return f"first step in {seconds:.1f} s{included}{'; the next ones are CUDA graphs' if as_graphs else ''}"

@@ -1,4 +1,4 @@
-"""Scores over a whole token file: every token counts once, and the loss is that of transformers in the same windows."""
+"""Scores over a whole token file: every token counts once, and transformers finds the same loss in the same windows."""
 
 import json
 import math

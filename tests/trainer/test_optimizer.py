@@ -234,7 +234,7 @@ def test_the_kernel_steps_weights_that_are_split(model, mesh):
         for net in nets:
             net(tokens, tokens).backward()
         for ours, theirs in zip(*(net.parameters() for net in nets), strict=True):
-            theirs.grad.copy_(ours.grad)  # those of the keys' biases are rounding errors, which AdamW magnifies
+            theirs.grad.copy_(ours.grad)  # gradients of the keys' biases are rounding errors, which AdamW magnifies
         norms = [step(optimizer, UNSCALED, 0.01, 0.1) for optimizer in optimizers]
         torch.testing.assert_close(*norms)
     for ours, theirs in zip(*(state_of(*pair) for pair in zip(nets, optimizers, strict=True)), strict=True):

@@ -48,7 +48,7 @@ def test_a_batch_is_run_again_by_weights_from_before_its_step(tmp_path):
     assert newest_before(tmp_path, 10) is None
     older, newer = (checkpoints.save(small(step)) for step in (5, 10))
     assert [newest_before(tmp_path, step) for step in (11, 10, 6)] == [newer, older, older]
-    assert newest_before(tmp_path, 5) == older, "if there is none from before"
+    assert newest_before(tmp_path, 5) == older, "if no checkpoint is from before"
 
 
 def test_a_folder_without_checkpoints_is_refused_with_the_setting_to_change(tmp_path):
