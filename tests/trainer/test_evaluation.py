@@ -140,6 +140,14 @@ def test_a_checkpoint_of_ours_is_evaluated_on_all_its_tokens(tmp_path, trained):
     assert 0 < result["val/loss"] < 5 and result["context"] == 32
 
 
+def test_an_evaluation_drops_nothing(tmp_path, workplace):
+    """The checkpoint keeps the dropout of its training."""
+    train("run", "model.dropout=0.5", "train.max_steps=2").ok()
+    data = "checkpoint=run", "data=tokens", "data.dir=tokens", "data.tokenizer=byte"
+    first, second = (evaluated(tmp_path, *data)[0] for _ in range(2))
+    assert first == second
+
+
 def test_a_model_trained_in_a_window_is_not_scored_without_it(tmp_path, workplace):
     """sample.py refuses too. Without the window, the perplexity was wrong, and no message said so."""
     window = "attention=local", "attention.window=4"
