@@ -126,11 +126,11 @@ def loop(
         if metrics := validate(model, tokens, config.model, settings, compute, **options):
             row |= metrics
             state.evaluated = state.step
-            checkpoints.save_if_best(state, metrics["val/loss"])
 
     if state.evaluated < state.step and is_due(settings.eval_interval):
         with log.row(state.step, state.tokens) as row:
             evaluate(row)  # a signal cut this evaluation short in the run that is resumed
+        checkpoints.save_if_best(state, row)
     while state.step < settings.max_steps and not stop.is_requested():
         began = time.perf_counter()
         watch.note(train_step(model, step, state, config, compute))
@@ -147,6 +147,9 @@ def loop(
                 with meter.excluded():
                     watch.judge()
                     evaluate(row)
+        if is_due(settings.eval_interval):
+            with meter.excluded():
+                checkpoints.save_if_best(state, row)
         if is_due(config.checkpoint.interval):
             with meter.excluded():
                 watch.judge()  # now, because a resumed run does not see these steps again

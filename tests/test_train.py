@@ -27,6 +27,7 @@ from trainer import evaluation
 from trainer.build import compile_model
 from trainer.checkpoint.folder import find
 from trainer.checkpoint.policy import Checkpoints
+from trainer.checkpoint.single import SingleFileStore
 from trainer.meters import ThroughputMeter
 from trainer.precision import Compute
 
@@ -155,6 +156,19 @@ def test_sigterm_and_sigint_save_a_checkpoint_and_say_how_to_continue(workplace)
         assert curve(name) == [(i,) for i in range(1, int(step) + 1)]
         train(name, no_evaluation, remedy, f"train.max_steps={int(step) + 2}").ok()
         assert curve(name) == [(i,) for i in range(1, int(step) + 3)]
+
+
+def test_a_checkpoint_follows_the_row_of_its_step(workplace, monkeypatch):
+    """A kill after best.pt once lost the row of its step. A run that resumes from best.pt does not repeat the step."""
+    save, before = SingleFileStore.save, {}
+
+    def recorded(self, state: dict, best: bool = False) -> Path:
+        before[state["step"], best] = [step for step, loss in curve("run", "val/loss") if loss]
+        return save(self, state, best=best)
+
+    monkeypatch.setattr(SingleFileStore, "save", recorded)
+    train("run", "train.max_steps=4", "train.eval_interval=2", "checkpoint.interval=2").ok()
+    assert before == {(2, True): [2], (2, False): [2], (4, True): [2, 4], (4, False): [2, 4]}
 
 
 @pytest.mark.parametrize("interval", [5, 16])

@@ -1,5 +1,6 @@
 """When a run saves its state, what happens if the disk refuses, and agreement among processes."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -53,10 +54,13 @@ class Checkpoints:
         if path := self._attempt(state, self._store.save):
             self.newest, self._saved_step = path, state.step
 
-    def save_if_best(self, state: TrainState, loss: float) -> None:
-        """Save the state as the best one if its validation loss (nats) is the lowest so far. Raises like `save`."""
-        if loss < state.best_loss:
-            state.best_loss, state.best_step = loss, state.step
+    def save_if_best(self, state: TrainState, row: dict[str, float]) -> None:
+        """Save the state as the best one if the row has the lowest validation loss so far. Raises like `save`.
+
+        Call this after the row is logged: a run that is resumed from the checkpoint does not log the row again.
+        """
+        if row.get("val/loss", math.inf) < state.best_loss:
+            state.best_loss, state.best_step = row["val/loss"], state.step
             self._attempt(state, partial(self._store.save, best=True))
 
     def save_last(self, state: TrainState) -> None:
