@@ -82,7 +82,7 @@ def train(config: Config, resumed: State | None, world: World = ALONE) -> StopRe
             state.load_state_dict(resumed)
             resumed.clear()  # 12 bytes of host memory per parameter
         options = {"max_steps": config.train.max_steps, "run_config": state.config, "resumed_step": resumed_step}
-        options |= {"tensorboard": config.tensorboard, "wandb": config.wandb}
+        options |= {"tensorboard": config.tensorboard, "wandb": config.wandb, "evaluated": state.evaluated}
         options["labels"] = wandb_labels(config, compute.precision)
         with (
             open_logs(folder, compute, changes, **options) as log,

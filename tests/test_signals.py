@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -121,3 +122,8 @@ def test_a_signal_during_an_evaluation_does_not_wait_for_its_end(workplace, monk
     assert made_up == whole and list(whole) == [10, 20], (
         "the resumed run repeats the evaluation that the signal cut short"
     )
+    for path in Path("run/checkpoints").iterdir():  # as if a kill came before the next checkpoint
+        if path.name != "step-00000010.pt":
+            path.unlink()
+    train("run", *resume).ok()
+    assert [step for step, loss in curve("run", "val/loss") if loss] == [10, 20], "each evaluation has one row"

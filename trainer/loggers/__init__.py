@@ -52,13 +52,14 @@ def start_loggers(
     tensorboard: bool = False,
     labels: dict[str, Any] | None = None,
     resumed_step: int | None = None,
+    evaluated: int = 0,
     console: Console | None = None,
 ) -> Loggers:
     """Return the loggers of a run that writes to `folder`.
 
     `has_mfu` says whether rows may have perf/mfu. `run_config` is the composed config as plain values. `labels` are the
-    defaults of wandb's group and tags. A run resumed at `resumed_step` continues metrics.jsonl after that step. A new
-    run (None) in an old folder keeps the old file as metrics.previous.jsonl.
+    defaults of wandb's group and tags. A run resumed at `resumed_step`, whose last evaluation was at step `evaluated`,
+    continues metrics.jsonl there. A new run (None) in an old folder keeps the old file as metrics.previous.jsonl.
     """
     screen = ConsoleLogger(max_steps, has_mfu=has_mfu, console=console)
     wandb, origins = complete(wandb, labels or {})
@@ -74,7 +75,7 @@ def start_loggers(
         redone = range(0) if resumed_step is None else range(resumed_step + 1, last_step(path) + 1)
         packages.append(WandbLogger(wandb, run_config, folder, screen.message, redone))
     if resumed_step is not None:
-        truncate_after(path, resumed_step)
+        truncate_after(path, resumed_step, evaluated)
     elif path.exists():
         path.replace(path.with_name("metrics.previous.jsonl"))
     # Loggers closes the last one first, so that the last message of a package still reaches the console.

@@ -42,17 +42,19 @@ class JsonlLogger(Logger):
             self._has_failed = True
 
 
-def truncate_after(path: Path, step: int) -> None:
+def truncate_after(path: Path, step: int, evaluated: int) -> None:
     """Remove the rows after `step`, and the incomplete last line of a killed run. The file is replaced atomically.
 
-    Changes of settings after `step` go too, because the run that is resumed from there may change others.
+    Changes of settings after `step` go too, because the run that is resumed from there may change others. Evaluations
+    after the step `evaluated` go, because that run repeats them.
     """
     if not path.exists():
         return
     shorter = path.with_name(path.name + ".tmp")
     with shorter.open("wb") as new:
         for line, row in _rows(path):
-            if row["step"] + ("settings_changed" in row) <= step:
+            is_repeated = "val/loss" in row and row["step"] > evaluated
+            if row["step"] + ("settings_changed" in row) <= step and not is_repeated:
                 new.write(line.rstrip(b"\n") + b"\n")
     shorter.replace(path)
 

@@ -29,13 +29,13 @@ def test_values_that_are_not_finite_become_null(tmp_path):
 
 def test_rows_after_a_checkpoint_are_removed(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    truncate_after(path, 20)
+    truncate_after(path, 20, evaluated=20)
     assert not path.exists()
     log = JsonlLogger(path, on_failure=print)
     for step in (10, 20, 30):
         log.log(step, step, {})
     log.close()
-    truncate_after(path, 20)
+    truncate_after(path, 20, evaluated=20)
     assert [row["step"] for row in rows(path)] == [10, 20]
     assert list(tmp_path.iterdir()) == [path]
 
@@ -44,7 +44,7 @@ def test_rows_after_a_checkpoint_are_removed(tmp_path):
 def test_an_incomplete_last_line_is_removed(tmp_path, torn):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 10, "tokens": 10}\n' + torn)
-    truncate_after(path, 10)
+    truncate_after(path, 10, evaluated=0)
     log = JsonlLogger(path, on_failure=print)
     log.log(20, 20, {})
     assert [row["step"] for row in rows(path)] == [10, 20]
