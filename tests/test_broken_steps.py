@@ -53,6 +53,15 @@ def test_too_many_steps_in_a_row_that_are_not_finite_stop_the_run(workplace, mon
     assert (refused.code, refused.err.count("is not the record of a step")) == (2, 1)
 
 
+def test_a_resumed_run_goes_on_counting_the_steps_in_a_row_that_are_not_finite(workplace, monkeypatch):
+    """The count was not in the checkpoint, so a run that was killed often enough never stopped."""
+    spoil(monkeypatch, math.nan, *range(1, 99))
+    settings = "train.on_nan=skip", "train.eval_interval=99", "checkpoint.resume=auto"
+    train("run", *settings, "train.max_steps=6").ok()
+    outcome = train("run", *settings, "train.max_steps=20")
+    assert outcome.code == 2 and "the gradient norm nan at step 10;" in outcome.err
+
+
 def test_no_checkpoint_holds_steps_that_were_not_judged(workplace, monkeypatch):
     """A run that resumes after a kill does not see them again. Here, metrics are rarer than checkpoints."""
     often = ("train.log_interval=20", "train.eval_interval=99", "checkpoint.interval=10", "train.max_steps=20")

@@ -16,6 +16,7 @@ from trainer.distributed.world import ALONE, World
 from trainer.scales import ScaleUpdates
 
 NUMBERS = ("step", "best_loss", "best_step", "evaluated", "skipped", "norms")
+COUNTS = ("broken_in_a_row", "overflows_in_a_row")  # older checkpoints lack them
 
 
 @dataclass
@@ -33,6 +34,8 @@ class TrainState:
     best_step: int = 0  # the step of that loss
     evaluated: int = 0  # the step of the last complete evaluation
     skipped: int = 0  # steps that were dropped because loss or gradient was not finite
+    broken_in_a_row: int = 0  # the last steps, if they were dropped
+    overflows_in_a_row: int = 0  # the last steps, if their gradient was not finite
     norms: list[float] = field(default_factory=list)  # gradient norms of the last steps; their median is the usual norm
     config: State = field(default_factory=dict)  # the run's settings, which a resumed run takes over
     world: World = ALONE
@@ -68,7 +71,7 @@ class TrainState:
             "config": self.config,
             "tokenizer": self.tokenizer,
             "rng": self.world.gather(random_state()),
-        } | {key: getattr(self, key) for key in NUMBERS}
+        } | {key: getattr(self, key) for key in NUMBERS + COUNTS}
 
     def load_state_dict(self, state: State) -> None:
         """Restore a state. If its tensors are still in their folder, read this process's part."""
@@ -88,6 +91,8 @@ class TrainState:
         self.loader.load_state_dict(state["loader"])
         for key in NUMBERS:  # The conversion refuses other values than numbers.
             setattr(self, key, type(getattr(self, key))(state[key]))
+        for key in COUNTS:
+            setattr(self, key, int(state.get(key, 0)))
         self.norms = [float(norm) for norm in self.norms]
         self.resumed_from, rank = len(state["rng"]), self.world.rank
         if self.resumed_from == self.world.size or rank == 0:  # the other processes already draw different numbers

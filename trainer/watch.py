@@ -43,8 +43,6 @@ class Watch:
     loss: float | None = None  # of the newest judged step, in nats
     _window: list[Tensor] = field(default_factory=list)  # loss and norm of each unjudged step, still on the device
     _newest: dict[str, float] = field(default_factory=dict)  # metrics of the newest judged step, until `read`
-    _in_a_row: int = 0
-    _overflows: int = 0
 
     def note(self, result: Tensor) -> None:
         """Keep a step's loss and gradient norm, (2,) on the device."""
@@ -76,7 +74,9 @@ class Watch:
             return
         told = f"the loss was {loss:.6g} and the gradient norm {norm:.6g} at step {step}"
         dropped = f"{told}; the weights did not take this step"
-        stops = broken and (self.settings.on_nan == "stop" or self._in_a_row == IN_A_ROW)
+        stops = broken and (self.settings.on_nan == "stop" or self.state.broken_in_a_row == IN_A_ROW)
+        if stops:
+            self.state.broken_in_a_row = 0  # a run that resumes from here counts again
         saved = self.checkpoints.save_at_failure(self.state) if stops else ""
         look = self._record(step, loss, norm)
         if stops:
@@ -89,10 +89,11 @@ class Watch:
 
     def _is_broken(self, loss: float, norm: float) -> bool:
         """Return whether the step is not finite. fp16 finds its loss scale by overflows, so a few are normal there."""
-        self._overflows = 0 if math.isfinite(norm) else self._overflows + 1
-        is_normal = self.state.scaler.is_enabled() and self._overflows <= OVERFLOWS
+        state = self.state
+        state.overflows_in_a_row = 0 if math.isfinite(norm) else state.overflows_in_a_row + 1
+        is_normal = state.scaler.is_enabled() and state.overflows_in_a_row <= OVERFLOWS
         broken = not math.isfinite(loss) or not (math.isfinite(norm) or is_normal)
-        self._in_a_row = self._in_a_row + 1 if broken else 0
+        state.broken_in_a_row = state.broken_in_a_row + 1 if broken else 0
         return broken
 
     def _spike(self, norm: float) -> float | None:

@@ -11,7 +11,8 @@ from trainer.watch import Watch, read_record
 
 def watching(spike_factor: float | None = 4.0, scaled: bool = False) -> Watch:
     """Return the watch of a run that has a loss scale or not, without checkpoints and logs."""
-    state = SimpleNamespace(norms=[], scaler=SimpleNamespace(is_enabled=lambda: scaled))
+    counts = {"broken_in_a_row": 0, "overflows_in_a_row": 0}
+    state = SimpleNamespace(norms=[], scaler=SimpleNamespace(is_enabled=lambda: scaled), **counts)
     return Watch(state, TrainConfig(spike_factor=spike_factor), None, None, print)
 
 
@@ -41,7 +42,7 @@ def test_without_a_factor_nothing_is_a_spike():
 
 def test_steps_that_are_not_finite_are_counted_in_a_row(watch):
     steps = [(1.0, 1.0), (math.nan, 1.0), (1.0, math.inf), (2.0, 1.0), (math.inf, math.nan)]
-    counts = [(watch._is_broken(*step), watch._in_a_row) for step in steps]
+    counts = [(watch._is_broken(*step), watch.state.broken_in_a_row) for step in steps]
     assert counts == [(False, 0), (True, 1), (True, 2), (False, 0), (True, 1)]
 
 
