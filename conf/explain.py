@@ -18,7 +18,7 @@ from model.attention import unknown_setting as unknown_attention_setting
 
 PLACES = "outputs go to hydra.run.dir=..., tokens to data.dir=..., checkpoints to checkpoint.dir=..."
 SYNTAX = "write settings as key=value, and lists as 'key=[a,b]'"
-FAILING_DISK = errno.ENOSPC, errno.EDQUOT, errno.EIO  # A failed write names no file.
+FAILING_DISK = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO  # A failed write names no file.
 
 
 def sentence_of(error: Exception) -> str | None:

@@ -31,6 +31,18 @@ def fill_disk_at(monkeypatch, *names: str) -> None:
     monkeypatch.setattr(single, "write_file", write_on_a_full_disk)
 
 
+def test_a_disk_that_refuses_the_files_of_a_resumed_run_leaves_the_old_ones(workplace):
+    train("run", "train.max_steps=30").ok()
+    files = [Path("run/config.yaml"), Path("run/metrics.jsonl")]
+    before = [file.read_bytes() for file in files]
+    for size in (1000, len(before[0]) + 500):  # the settings do not fit, or only the rows do not
+        with largest_file(size):
+            outcome = train("run", "checkpoint.resume=auto", "train.max_steps=40")
+        assert outcome.code == 2 and "error: the disk cannot be used (File too large); make room" in outcome.err
+        assert files[1].read_bytes() == before[1]
+        assert size > 1000 or files[0].read_bytes() == before[0]
+
+
 def test_full_disk_stops_the_run_with_the_checkpoint_to_continue(workplace, monkeypatch):
     train("whole", *EACH_5[:2]).ok()
     fill_disk_at(monkeypatch, "step-00000015.pt")

@@ -157,7 +157,9 @@ def open_logs(folder: Path, compute: Compute, changes: dict[str, list], **option
         notes = [line for line in earlier if (found := NOTE.match(line)) and int(found[1]) < step]
         notes += [f"# changed after step {step}: {describe_changes(changes)}"] if changes else []
         settings = OmegaConf.to_yaml(OmegaConf.create(options["run_config"]))
-        path.write_text("".join(f"{note}\n" for note in notes) + settings)
+        new = path.with_name("config.yaml.tmp")  # a full disk leaves the old file
+        new.write_text("".join(f"{note}\n" for note in notes) + settings)
+        new.replace(path)
         link_latest(folder)
         return start_loggers(folder, has_mfu=_peak_flops(compute) is not None, **options)
 
