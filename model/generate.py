@@ -17,7 +17,8 @@ def restrict(logits: Tensor, top_k: int | None, top_p: float | None) -> Tensor:
         ordered, order = logits.sort(descending=True)
         likelihood = ordered.softmax(-1)
         before = likelihood.cumsum(-1) - likelihood  # probability of all tokens before this one
-        logits = logits.index_fill(0, order[before >= top_p], float("-inf"))
+        outside = order[1:][before[1:] >= top_p]  # the first token always stays
+        logits = logits.index_fill(0, outside, float("-inf"))
     return logits
 
 

@@ -108,7 +108,7 @@ def test_a_seed_repeats_its_text_and_another_gives_another():
     assert text(7, top_k=3, top_p=0.9) == text(7, top_k=3, top_p=0.9)
 
 
-@pytest.mark.parametrize("options", [{"top_k": 1}, {"top_p": 1e-6}], ids=["top_k=1", "a tiny top_p"])
+@pytest.mark.parametrize("options", [{"top_k": 1}, {"top_p": 1e-6}, {"top_p": 1e-300}], ids=str)
 def test_a_choice_among_one_is_greedy(options):
     model = build(16)
     greedy = list(generate(model, [5], max_tokens=20, temperature=0, generator=seeded()))
