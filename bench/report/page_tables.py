@@ -81,7 +81,7 @@ def read_tables(place: str) -> list[Table]:
     A file of bench.paper gives the tables of its page; any other file gives a table for each list of rows.
     """
     folder = Path(place)
-    files = sorted(files_below(folder, "*.json"))
+    files = sorted(files_below(folder, "*.json")) if folder.is_dir() else []
     if not files:
         raise UserError(f"results={place} has no JSON files; give a folder of results, such as bench/results")
     return [table for file in files for table in tables_of_file(file, str(file.relative_to(folder).with_suffix("")))]

@@ -116,7 +116,7 @@ def read_settings(path: Path) -> dict[str, str]:
         return {}
     try:
         settings = flat(OmegaConf.to_container(OmegaConf.load(path)))
-    except (YAMLError, OmegaConfBaseException, OSError, AttributeError) as error:  # a list has no items
+    except (YAMLError, OmegaConfBaseException, OSError, ValueError, AttributeError) as error:  # a list has no items
         raise UserError(f"{path} is not a configuration of train.py; fix it or move it away") from error
     settings.pop("wandb.id", None)  # It differs between all runs.
     return {key: setting_text(value) for key, value in settings.items()}

@@ -40,6 +40,8 @@ def test_the_page_is_written_where_out_says(here):
         ("runs=empty", ["runs=empty", "no metrics.jsonl"]),
         ("runs={a:b}", ["has no metrics.jsonl"]),
         ("runs=runs results=empty", ["results=empty", "bench/results"]),
+        ("runs=runs results=runs/a/metrics.jsonl", ["results=runs/a/metrics.jsonl", "bench/results"]),
+        ("runs=runs out=runs/a/metrics.jsonl", ["out=runs/a/metrics.jsonl does not end in .html", "report.html"]),
         ("runs=runs out=empty", ["out=empty is a folder", "name a file in the folder"]),
         ("runs=runs out=file/page.html", ["out=file/page.html cannot be written", "another file"]),
     ],
