@@ -21,6 +21,7 @@ def export(config: ExportConfig) -> None:
         raise UserError(f"to={folder} exists and is not an empty folder; give a new one")
     state = load(config.checkpoint)
     model, tokenizer = model_of(state, NaiveConfig()), get_tokenizer(state["tokenizer"])
+    sparsity = sparsity_setting(state)
     tokens = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
     try:
         save_pretrained(model.config, model.state_dict(), folder, tokenizer.eot)
@@ -30,8 +31,8 @@ def export(config: ExportConfig) -> None:
             path.unlink()
         raise UserError(f"to={folder} cannot be written ({first_line(error)}); make room, or give another") from error
     print(f"step {state['step']} of {config.checkpoint} is now a Hugging Face GPT-2 in {folder}, with its tokenizer")
-    if setting := sparsity_setting(state):
-        print(f"it was trained with {setting}, but in Hugging Face's GPT-2 a token sees all tokens before it")
+    if sparsity:
+        print(f"it was trained with {sparsity}, but in Hugging Face's GPT-2 a token sees all tokens before it")
 
 
 if __name__ == "__main__":
