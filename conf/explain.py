@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from inspect import formatannotation
+from pathlib import Path
 from typing import get_args
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
@@ -48,6 +49,8 @@ def explain(error: Exception) -> str:
     key = str(cause.full_key or cause.key) if isinstance(cause, OmegaConfBaseException) else ""
     if isinstance(cause, MissingMandatoryValue):
         return f"{key} has no value; give {key}=..."
+    if isinstance(cause, ValidationError) and cause.key is None:
+        return "a group of settings has a list or another place; give each group one choice, such as attention=flash2"
     if isinstance(cause, ValidationError):
         return _wrong_type(key, cause)
     if key and isinstance(cause, (AttributeError, KeyError)):
@@ -70,10 +73,12 @@ def explain(error: Exception) -> str:
         return f"{found[1]} is not a setting of this program; leave it out, or see --help for the settings"
     if line.startswith("Ambiguous value"):
         key, _, values = line[line.index("'") + 1 : line.rindex("'")].partition("=")
-        text = _or_as_text(f"{key}={values}")
-        return (
-            f"{key}={values} is ambiguous; add -m to run one job per value, or write a list as '{key}=[{values}]'{text}"
-        )
+        remedy = "add -m to run one job per value"
+        if not (Path(__file__).parent / key).is_dir():  # a group takes neither a list nor a text
+            remedy += f", or write a list as '{key}=[{values}]'{_or_as_text(f'{key}={values}')}"
+        return f"{key}={values} is ambiguous; {remedy}"
+    if line.startswith("Config group override must be"):
+        return "a group of settings is null or a number; give each group the name of a choice, such as attention=flash2"
     return f"{line}; {SYNTAX}"
 
 

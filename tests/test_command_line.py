@@ -51,6 +51,8 @@ REFUSALS = {
     "nothing to resume": ("checkpoint.resume=nowhere", ["checkpoint.resume=nowhere", "step-*.pt", "or null to start"]),
     "unknown wandb mode": ("wandb.mode=sometimes", ["wandb.mode", "sometimes", "online, offline, disabled"]),
     "no equals sign": ("model.n_layer", ["model.n_layer", "key=value"]),
+    "several choices": ("attention=[naive,sdpa]", ["one choice, such as attention=flash2"]),
+    "no choice": ("attention=null", ["the name of a choice, such as attention=flash2"]),
     "unclosed bracket": ("wandb.tags=[a", ["wandb.tags=[a", "key=[a,b]"]),
     "appended key": ("+model.foo=1", ["model.foo", "n_layer"]),
     "context longer than the corpus": ("model.context_length=9999", ["train.bin", "model.context_length"]),
