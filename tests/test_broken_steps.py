@@ -62,6 +62,13 @@ def test_a_resumed_run_goes_on_counting_the_steps_in_a_row_that_are_not_finite(w
     assert outcome.code == 2 and "the gradient norm nan at step 10;" in outcome.err
 
 
+def test_the_advice_to_replay_names_the_function_of_the_user(workplace):
+    """replay.py needs the function on its command line, because a record cannot name code to import."""
+    Path("bad_kernel.py").write_text("def attention(q, k, v, *, causal, scale):\n    return v * float('nan')\n")
+    outcome = train("run", "attention=custom", "attention.function=bad_kernel:attention", "train.max_steps=2")
+    assert re.search(r"python replay.py record=\S+step-00000001.json function=bad_kernel:attention", outcome.err)
+
+
 def test_no_checkpoint_holds_steps_that_were_not_judged(workplace, monkeypatch):
     """A run that resumes after a kill does not see them again. Here, metrics are rarer than checkpoints."""
     often = ("train.log_interval=20", "train.eval_interval=99", "checkpoint.interval=10", "train.max_steps=20")

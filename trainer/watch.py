@@ -11,7 +11,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from errors import UserError
+from errors import UserError, assigned
 from trainer.checkpoint.files import State
 from trainer.checkpoint.policy import Checkpoints
 from trainer.config import TrainConfig
@@ -127,7 +127,9 @@ class Watch:
             except OSError as error:
                 return f"the record {path} cannot be written ({error.strerror})"
         source = "" if weights else " checkpoint=... (no checkpoint from before the step is left)"
-        return f"look at it with python replay.py record={path}{source}"
+        function = self.state.config["attention"].get("function")  # only the command line can name code to import
+        named = f" {assigned('function', function)}" if function else ""
+        return f"look at it with python replay.py record={path}{named}{source}"
 
 
 def read_record(path: Path) -> State:
