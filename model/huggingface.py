@@ -82,14 +82,16 @@ def read_config(folder: Path, model: ModelConfig | None = None) -> ModelConfig:
     """Return the shape of a pretrained GPT-2, with the context length and dropout of `model` if given."""
     path = folder / CONFIG
     try:
-        config = json.loads(path.read_text())
-    except ValueError as error:
+        config = dict(json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
         raise UserError(f"{path} is not a readable configuration ({error}); download or export it again") from error
     for key, accepted in REQUIRED.items():
         if config.get(key, accepted[0]) not in accepted:
             raise UserError(f"{path} has {key}={config[key]}, not GPT-2's {accepted[0]}; give a plain GPT-2")
     if missing := [key for key in ("model_type", "n_positions", *SIZES) if key not in config]:
         raise UserError(f"{path} lacks {missing[0]}; give the configuration of a GPT2LMHeadModel")
+    if wrong := [key for key in ("n_positions", *SIZES) if not isinstance(config[key], int)]:
+        raise UserError(f"{path} has {wrong[0]}={config[wrong[0]]}, not a number; download or export it again")
     longest = config["n_positions"]
     return with_sizes(model or ModelConfig(context_length=longest), config, longest, folder)
 

@@ -280,8 +280,8 @@ def test_truncated_weights_are_refused_by_name(copy, share):
 
 @pytest.mark.parametrize(
     "text",
-    ["", '{"model_type": "gpt2", "n_lay', '{"model_type": "gpt2"}'],
-    ids=["empty", "torn", "without its sizes"],
+    ["", '{"model_type": "gpt2", "n_lay', '{"model_type": "gpt2"}', "null", "[1]", '"gpt2"'],
+    ids=["empty", "torn", "without its sizes", "null", "a list", "a text"],
 )
 def test_a_broken_description_is_refused_by_name(copy, text):
     (copy / CONFIG).write_text(text)
@@ -299,6 +299,14 @@ def test_a_config_that_does_not_fit_the_weights_is_refused(copy, key, value):
     description = json.loads((copy / CONFIG).read_text())
     (copy / CONFIG).write_text(json.dumps(description | {key: value}))
     with pytest.raises(UserError, match=WEIGHTS):
+        load(copy)
+
+
+@pytest.mark.parametrize(("key", "value"), [("n_layer", "one"), ("n_positions", None)])
+def test_a_size_that_is_not_a_number_is_refused(copy, key, value):
+    description = json.loads((copy / CONFIG).read_text())
+    (copy / CONFIG).write_text(json.dumps(description | {key: value}))
+    with pytest.raises(UserError, match=f"{CONFIG} has {key}={value}, not a number; download"):
         load(copy)
 
 
