@@ -29,8 +29,8 @@ def sentence_of(error: Exception) -> str | None:
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, OSError) and (error.filename or error.errno in FAILING_DISK):
-        path = error.filename or "the disk"
-        return f"{path} cannot be used ({error.strerror}); make room, or choose another place: {PLACES}"
+        path, remedy = error.filename or "the disk", "make room, or " if error.errno in FAILING_DISK else ""
+        return f"{path} cannot be used ({error.strerror}); {remedy}choose another place: {PLACES}"
     if is_of_memory(error):
         device = "GPU memory" if is_of_gpu_memory(error) else "memory"
         return (
