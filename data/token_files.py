@@ -178,7 +178,7 @@ class TokenWriter(AbstractContextManager):
 def publish(folder: Path) -> None:
     """Move finished token files out of `folder`/unfinished, if there are any. A killed call can be repeated."""
     scratch = folder / "unfinished"
-    if not (scratch / "meta.json").exists():
+    if read_meta(scratch) is None:  # a damaged one is refused, before it replaces a good one
         return
     (scratch / "progress.json").unlink(missing_ok=True)
     # Remove the old meta.json first and move the new one last, so that a meta.json always describes its files.

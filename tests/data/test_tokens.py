@@ -218,3 +218,12 @@ def test_files_of_unknown_origin_are_not_overwritten(corpus):
     (corpus / "meta.json").unlink()
     with pytest.raises(UserError, match=r"holds token files without a meta\.json"):
         write_all(corpus)
+
+
+def test_a_damaged_description_does_not_replace_a_good_one(corpus):
+    good = (corpus / "meta.json").read_text()
+    (corpus / "unfinished").mkdir()
+    (corpus / "unfinished" / "meta.json").write_text("{")
+    with pytest.raises(UserError, match="unfinished/meta.json does not describe token files; delete it"):
+        publish(corpus)
+    assert (corpus / "meta.json").read_text() == good
