@@ -4,7 +4,7 @@ A multiply-add is two operations, and a backward pass costs two forward passes. 
 token: 6N in all. N leaves out the position table, which is only looked up. The token table counts, because it is also
 the matrix of the head. Grouped heads (model.n_kv_head) have fewer weights, but compute the same pairs of tokens.
 
-Per token and layer, QK^T and PV cost 2 T d each, and three times that with the backward pass: 12 L d T in all. This is
+Per token and layer, QK^T and PV cost 2 T d each, and 6 T d each with the backward pass: 12 L d T in all. This is
 the convention of the FlashAttention papers, Megatron-LM and PaLM: causality halves nothing, and recomputation does not
 count. `causal=True` halves it to 6 L d T. An attention that leaves out pairs of tokens, by a window or by blocks,
 counts for the share of the causal pairs that it keeps. Pairs that documents hide count in full.

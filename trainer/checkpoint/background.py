@@ -101,9 +101,9 @@ def host_memory(parts: dict[str, Tensor], moments: dict[str, tuple[str, ...]]) -
     except RuntimeError as error:
         size = sum(x.nbytes for x in like.values()) / 2**30
         raise UserError(
-            f"saving a checkpoint in the background needs {size:.1f} GiB of host memory for a copy, which the host "
-            f"lacks ({described(error)}); set checkpoint.asynchronous=false, or start more processes if "
-            "parallel=fsdp or hsdp, which always save in the background"
+            f"saving a checkpoint in the background needs {size:.1f} GiB of host memory, which the host lacks "
+            f"({described(error)}); set checkpoint.asynchronous=false, or with parallel=fsdp or hsdp start more "
+            "processes"
         ) from error
 
 

@@ -1,13 +1,15 @@
 """The main kernel of the Hopper backward: its loading warp, its dQ warp, its consumers, and the launch of all three.
 
 Legend: M rows of a query tile, N rows of a key tile, D0 + D1 head size, j first key of the program. x0 and x1 are the
-two parts of x: x0_s is part 0 in shared memory, b_x0 one tile of it as a matrix. The query tiles [first, stop) see some
-key of the program; t counts them over the query heads of the group. Rings have QS slots for Q and its statistics and OS
-slots for dO.
+two parts of x. x0_s is part 0 in shared memory, and b_x0 is one tile of x0_s as a matrix. The query tiles [first, stop)
+see some key of the program. t counts them over the query heads of the group. Rings have QS slots for Q and its
+statistics and OS slots for dO.
 
-Tuples: bars has the barriers k_full of K and V, q_full of Q's slots, do_full and do_empty of dO's slots, and dq_empty
-of the one tile of dQ; warpgroups.ring explains their parities. shape is (heads, groups, seq_q, seq_k), band (documents,
-window), dropout (numbers, threshold, keep_scale).
+Barriers, in the tuple bars: k_full of K and V, q_full of Q's slots, do_full and do_empty of dO's slots, and dq_empty of
+the one tile of dQ. warpgroups.ring explains their parities.
+
+Other tuples: shape is (heads, groups, seq_q, seq_k), band is (documents, window), and dropout is (numbers, threshold,
+keep_scale).
 """
 
 from triton.experimental import gluon

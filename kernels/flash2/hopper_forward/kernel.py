@@ -4,9 +4,11 @@ Legend: M rows of a query tile, ROWS = 64 of one consumer, N keys of a block, D0
 parts of x. `it` is the number of key blocks before this tile in all tiles of this program. K of block j of this tile
 is in slot (it + j) % STAGES of the rings, V of the same block in the next slot.
 
-Tuples: rings has the slots of Q, K and V in shared memory, then barriers: q_full and q_empty of Q's slots, full and
-empty of a slot of K and V. shape is (batches, heads, seq_q, seq_k, section), band (documents, window), dropout
-(numbers, threshold, keep_scale). counts comes from count_blocks, seen from visible_keys.
+The tuple rings has the slots of Q, K and V in shared memory and their barriers: q_full and q_empty of Q's slots, full
+and empty of a slot of K and V.
+
+Other tuples: shape is (batches, heads, seq_q, seq_k, section), band is (documents, window), and dropout is (numbers,
+threshold, keep_scale). count_blocks returns counts, and visible_keys returns seen.
 """
 
 from triton.experimental import gluon
@@ -188,8 +190,8 @@ def _consumer(
 ):  # fmt: skip
     """Do the job of warpgroup C: compute O and the logsumexp of rows 64 C to 64 C + 64 of every tile of this program.
 
-    Per tile: walk over the key blocks, issue S of the next tile's block 0 and this tile's last P V together, run the
-    next tile's softmax under both, and store this tile.
+    For each tile, walk over the key blocks. Then issue S of the next tile's block 0 together with this tile's last P V,
+    run the next tile's softmax under both, and store this tile.
     """
     rings, writes, shape, band, dropout = parts
     q_slots, k_slots, v_slots, q_full, q_empty, full, empty = rings
