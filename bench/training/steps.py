@@ -15,7 +15,6 @@ from trainer.meters import GIB
 SAMPLE_S = 0.6  # A sample has enough steps to last this long, but at most MOST_STEPS.
 MOST_STEPS = 12
 LONG_MS = 3000  # A longer step is timed once, in the search, and not in turn.
-LONGEST_S = 120  # A longer first step is the only step. At a million tokens compilation is a small part of it.
 
 
 @dataclass
@@ -56,18 +55,13 @@ def complete(row: dict, cell: TrainingCell, ms: float) -> None:
 
 
 def try_batch(row: dict, cell: TrainingCell, job: Job, gpu: Gpu) -> int:
-    """Complete the row with a first step, which compiles, a second step, and a sample. Return the steps of a sample."""
+    """Complete the row with three steps and a sample. Return the steps of a sample.
+
+    The first step compiles. The second step's memory includes the optimizer's moments. The third step is timed.
+    """
     step = partial(job.step, row["batch_size"])
-
-    def first() -> None:
-        row["first_step_s"] = gpu.milliseconds(step, calls=1, spin_ms=0) / 1000
-
-    row["peak_gib"] = gpu.peak(first) / GIB
-    if row["first_step_s"] > LONGEST_S:
-        complete(row, cell, 1000 * row["first_step_s"])
-        row["message"] = "the first step, compilation included, and without the optimizer's moments"
-        return 0
-    row["peak_gib"] = gpu.peak(step) / GIB  # includes the moments, 8 bytes a parameter
+    row["first_step_s"] = gpu.milliseconds(step, calls=1, spin_ms=0) / 1000
+    row["peak_gib"] = gpu.peak(step) / GIB
     row["peak_of"] = "second step"
     complete(row, cell, gpu.milliseconds(step, calls=1, spin_ms=0))
     if steps := steps_of(row["ms"]):  # One step is too noisy to choose the best micro-batch.
