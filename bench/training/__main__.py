@@ -22,7 +22,7 @@ from bench.common.results import environment, results_folder, write
 from bench.common.timing import Gpu, recorded
 from bench.training.breakdown import breakdown
 from bench.training.floor import floor_finalists, floor_row
-from bench.training.steps import Finalist, alternate, search
+from bench.training.steps import Finalist, alternate, search, text_of
 from bench.training.trainers import Job, Trainer, TrainingCell, huggingface, load_nanogpt, nanogpt, ours
 from errors import UserError
 from model.attention import Custom, load_function
@@ -179,7 +179,6 @@ def measure(
         new, best = search(cell, trainer, partial(builders[trainer.name], cell, trainer, gpu.device), gpu)
         rows += new
         finalists += [best] if best else []
-        print(f"  {trainer}: " + ", ".join(map(text_of, new)), flush=True)
     parts = floor_parts(cell, rows, gpu)
     alternate(cell, [*finalists, *parts.values()], settings.rounds, gpu)
     for finalist in (*finalists, *parts.values()):
@@ -215,14 +214,6 @@ def name_of(row: dict) -> str:
     """Return the trainer's name of a row, such as ours:flash2."""
     how = row["trainer"], row["attention"], row["compiled"], row.get("precision", "bf16")
     return "floor" if row["trainer"] == "floor" else str(Trainer(*how))
-
-
-def text_of(row: dict) -> str:
-    """Return a micro-batch's result in a few words."""
-    if row["status"] != "ok":
-        return f"batch {row['batch_size']} {row['status']}" + (f" ({row['message']:.150})" if row["message"] else "")
-    speed = f"{row['tokens_per_second'] / 1000:.1f}k tokens/s, {row['peak_gib']:.1f} GiB"
-    return f"batch {row['batch_size']} {speed}, first step {row['first_step_s']:.1f} s"
 
 
 def show(rows: list[dict]) -> None:

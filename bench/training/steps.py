@@ -54,6 +54,14 @@ def complete(row: dict, cell: TrainingCell, ms: float) -> None:
     row["mfu"] = speed * flops / peak if peak else None
 
 
+def text_of(row: dict) -> str:
+    """Return a micro-batch's result in a few words."""
+    if row["status"] != "ok":
+        return f"batch {row['batch_size']} {row['status']}" + (f" ({row['message']:.150})" if row["message"] else "")
+    speed = f"{row['tokens_per_second'] / 1000:.1f}k tokens/s, {row['peak_gib']:.1f} GiB"
+    return f"batch {row['batch_size']} {speed}, first step {row['first_step_s']:.1f} s"
+
+
 def try_batch(row: dict, cell: TrainingCell, job: Job, gpu: Gpu) -> int:
     """Complete the row with three steps and a sample. Return the steps of a sample.
 
@@ -77,13 +85,17 @@ def steps_of(ms: float) -> int:
 def search(
     cell: TrainingCell, trainer: Trainer, build: Callable[[], Job], gpu: Gpu
 ) -> tuple[list[dict], Finalist | None]:
-    """Try the micro-batches in order until the speed falls or memory runs out. Return all rows and the best."""
+    """Try the micro-batches in order until the speed falls or memory runs out. Return all rows and the best.
+
+    Print a line for each micro-batch, because each may compile for minutes.
+    """
     rows, best, job = [], None, None
     for batch in cell.batches:
         rows.append(row := empty_row(cell, trainer, batch))
         with recorded([row], gpu):
             job = job or build()
             steps = try_batch(row, cell, job, gpu)
+        print(f"  {trainer}: {text_of(row)}", flush=True)
         if row["status"] != "ok" or (best and row["tokens_per_second"] <= best.row["tokens_per_second"]):
             break
         best = Finalist(row, job, steps)

@@ -135,10 +135,11 @@ def test_peak_memory_is_of_the_second_step_which_has_moments(cell):
     assert (rows[0]["peak_gib"], rows[0]["peak_of"]) == (2, "second step")
 
 
-def test_the_search_ends_when_memory_runs_out(cell):
+def test_the_search_ends_when_memory_runs_out(cell, capsys):
     rows, best = steps.search(cell, EAGER["ours"], lambda: Job(fails_at=2), Stopwatch([1.0, 100.0]))
     assert [row["status"] for row in rows] == ["ok", "oom"]
     assert best.row is rows[0] and best.steps == 6  # which fill 0.6 s
+    assert [line.split(":")[-1][:8] for line in capsys.readouterr().out.splitlines()] == [" batch 1", " batch 2"]
 
 
 def test_a_step_of_minutes_is_timed_once_and_is_the_third(cell):
