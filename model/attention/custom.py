@@ -169,9 +169,11 @@ def _first(result: Tensor | tuple) -> Tensor:
 def is_installed(package: str) -> bool:
     """Return whether Python finds a package, without importing it (its parent package is imported)."""
     try:
-        return importlib.util.find_spec(package) is not None
+        spec = importlib.util.find_spec(package)
     except ModuleNotFoundError:
         return False
+    # FlashAttention-4 alone leaves a folder flash_attn without FlashAttention-2. A folder without code has no origin.
+    return spec is not None and spec.origin is not None
 
 
 @dataclass

@@ -39,7 +39,7 @@ def test_the_authors_kernels_are_contenders_where_their_package_is_installed(mon
     assert name not in available()
     for parent in {package.partition(".")[0], package}:
         module = ModuleType(parent)
-        module.__spec__, module.__path__ = ModuleSpec(parent, None), []
+        module.__spec__, module.__path__ = ModuleSpec(parent, None, origin="a file"), []
         module.flash_attn_func = lambda q, k, v, softmax_scale, causal: (2 * q, None)
         monkeypatch.setitem(sys.modules, parent, module)
     assert torch.equal(available()[name](torch.ones(1), None, None, causal=True, scale=1.0), torch.full((1,), 2.0))

@@ -3,6 +3,7 @@
 import ast
 import inspect
 import itertools
+import sys
 import textwrap
 from dataclasses import fields
 
@@ -66,3 +67,14 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(config, mo
     monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
     with pytest.raises(UserError, match=f"needs the package {config.package}; run pip install .*flash-att"):
         config().build()
+
+
+def test_flash_attention_4_alone_is_not_flash_attention_2(tmp_path, monkeypatch):
+    """Its package is flash_attn.cute, in a folder flash_attn that FlashAttention-2 would fill."""
+    (tmp_path / "flash_attn/cute").mkdir(parents=True)
+    (tmp_path / "flash_attn/cute/__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    Fa4Config().build()
+    del sys.modules["flash_attn"]  # imported by the search for flash_attn.cute
+    with pytest.raises(UserError, match="attention=fa2 needs the package flash_attn; run pip install"):
+        Fa2Config().build()
