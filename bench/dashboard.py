@@ -137,7 +137,12 @@ def default_entity() -> str:
 
 def run(settings: DashboardSettings) -> None:
     """Write the definition and publish it, or print why it is not published."""
-    problem = server_problem(wandb.Settings(silent=True))
+    try:
+        problem = server_problem(wandb.Settings(silent=True))
+    except Exception as error:  # a malformed key or address; wandb raises many types
+        raise UserError(
+            f"wandb does not start ({described(error)}); correct WANDB_API_KEY and WANDB_BASE_URL, or run `wandb login`"
+        ) from error
     entity = settings.entity or ("" if problem else default_entity())
     # The report comes first, because saving it creates a missing project.
     pages = [make(entity, settings.project, settings.group) for make in (report, workspace)]

@@ -199,6 +199,16 @@ def test_a_refusal_of_wandb_is_one_sentence(server, tmp_path, monkeypatch):
     assert not (tmp_path / "b.json").exists()
 
 
+def test_a_malformed_key_is_one_sentence(tmp_path, monkeypatch):
+    def problem(settings):
+        raise wandb.errors.AuthenticationError("WANDB_API_KEY invalid: it has 5 characters")
+
+    monkeypatch.setattr(dashboard, "server_problem", problem)
+    refused = r"wandb does not start \(AuthenticationError: WANDB_API_KEY invalid: .*\); correct WANDB_API_KEY and"
+    with pytest.raises(UserError, match=refused):
+        dashboard.run(DashboardSettings(out=str(tmp_path / "a.json")))
+
+
 @pytest.mark.parametrize("sign", "'\\<=>")
 def test_a_group_that_wandbs_filters_misread_is_refused(sign):
     with pytest.raises(UserError, match=f"^group=lr{re.escape(sign)}1 contains one of"):
