@@ -7,9 +7,8 @@ meta.json is written last. It holds `tokenizer`, `vocab_size`, `counts` (tokens 
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -67,11 +66,7 @@ class TokenWriter(AbstractContextManager):
         self.skipped, self.bad_rows = 0, []
         """The number of empty documents, and what is wrong with each row that was left out."""
         self.scratch.mkdir(parents=True, exist_ok=True)
-        self._lock = FileLock(self.scratch / "lock")
-        try:
-            self._lock.acquire(timeout=0)
-        except Timeout as error:
-            raise UserError(f"{self.scratch} is in use by another process; wait for it, or stop it") from error
+        self._lock = _locked(self.scratch)
         if (saved := self.scratch / "progress.json").exists():
             progress = json.loads(saved.read_text(encoding="utf-8"))
             if differing := differences(progress["settings"], settings):
@@ -143,14 +138,14 @@ class TokenWriter(AbstractContextManager):
         meta |= {"counts": self.counts, "sha256": sha256}
         with self._disk():
             self._write_json("meta.json", meta | ({"bad_rows": self.bad_rows} if self.bad_rows else {}))
+        _move(self.folder)
         self.close()
-        publish(self.folder)
 
     def _check_splits(self) -> None:
         if all(count["documents"] for count in self.counts.values()):
             return
+        _clear(self.scratch)
         self.close()
-        shutil.rmtree(self.scratch)
         total = self.total("documents")
         if not total:
             bad = f" ({len(self.bad_rows)} bad rows, the first: {self.bad_rows[0]})" if self.bad_rows else ""
@@ -176,17 +171,48 @@ class TokenWriter(AbstractContextManager):
 
 
 def publish(folder: Path) -> None:
-    """Move finished token files out of `folder`/unfinished, if there are any. A killed call can be repeated."""
+    """Move finished token files out of `folder`/unfinished, if there are any. A killed call can be repeated.
+
+    Raises:
+        UserError: another process writes or moves these files.
+    """
     scratch = folder / "unfinished"
     if read_meta(scratch) is None:  # a damaged one is refused, before it replaces a good one
         return
-    (scratch / "progress.json").unlink(missing_ok=True)
-    # Remove the old meta.json first and move the new one last, so that a meta.json always describes its files.
-    (folder / "meta.json").unlink(missing_ok=True)
-    for name in ("train.bin", "val.bin", "meta.json"):
-        if (scratch / name).exists():
-            os.replace(scratch / name, folder / name)
-    shutil.rmtree(scratch)
+    lock = _locked(scratch)
+    _move(folder)
+    lock.release()
+
+
+def _locked(scratch: Path) -> FileLock:
+    lock = FileLock(scratch / "lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise UserError(f"{scratch} is in use by another process; wait for it, or stop it") from error
+    return lock
+
+
+def _move(folder: Path) -> None:
+    """Do what `publish` says, with the lock held."""
+    scratch = folder / "unfinished"
+    if read_meta(scratch) is not None:  # Another process may have moved the files before this one had the lock.
+        (scratch / "progress.json").unlink(missing_ok=True)
+        # Remove the old meta.json first and move the new one last, so that a meta.json always describes its files.
+        (folder / "meta.json").unlink(missing_ok=True)
+        for name in ("train.bin", "val.bin", "meta.json"):
+            if (scratch / name).exists():
+                os.replace(scratch / name, folder / name)
+    _clear(scratch)
+
+
+def _clear(scratch: Path) -> None:
+    """Delete the files of a preparation, and the folder if the user has no files in it."""
+    for name in ("train.bin", "val.bin", "meta.json", "progress.json", "lock"):
+        (scratch / name).unlink(missing_ok=True)
+        (scratch / f"{name}.partial").unlink(missing_ok=True)
+    with suppress(OSError):  # The folder is not empty.
+        scratch.rmdir()
 
 
 def checksum(path: Path) -> str:

@@ -1,8 +1,10 @@
 import hashlib
 import json
+import os
 
 import numpy as np
 import pytest
+from filelock import FileLock
 
 from data.config import DataConfig
 from data.token_files import TokenWriter, publish
@@ -212,6 +214,45 @@ def test_a_kill_between_the_moves_of_finished_files_does_no_harm(corpus, moved):
         (corpus / name).rename(corpus / "unfinished" / name)
     publish(corpus)
     assert {file.name: file.read_bytes() for file in corpus.iterdir()} == before
+
+
+def test_only_one_process_moves_finished_files(corpus):
+    """Two at a time once lost meta.json: one deleted the scratch folder in which the other still had the file."""
+    (corpus / "unfinished").mkdir()
+    (corpus / "meta.json").rename(corpus / "unfinished" / "meta.json")
+    with FileLock(corpus / "unfinished" / "lock"), pytest.raises(UserError, match="unfinished is in use by another"):
+        publish(corpus)
+    publish(corpus)
+    assert (corpus / "meta.json").exists() and not (corpus / "unfinished").exists()
+
+
+def test_a_writer_keeps_its_lock_until_its_files_are_moved(tmp_path, monkeypatch):
+    """A second process that starts in between is refused, and loses nothing."""
+    refused, move = [], os.replace
+
+    def move_beside_another_process(source, target):
+        if target.parent == tmp_path:
+            with pytest.raises(UserError, match="unfinished is in use by another process"):
+                publish(tmp_path)
+            refused.append(target.name)
+        move(source, target)
+
+    monkeypatch.setattr(os, "replace", move_beside_another_process)
+    write_all(tmp_path)
+    assert refused == ["train.bin", "val.bin", "meta.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["meta.json", "train.bin", "val.bin"]
+
+
+def test_files_of_the_user_in_a_folder_unfinished_are_kept(tmp_path):
+    """A preparation into the folder of a book once deleted its drafts."""
+    draft = tmp_path / "unfinished" / "chapter2.txt"
+    draft.parent.mkdir()
+    draft.touch()
+    write_all(tmp_path)
+    assert list(draft.parent.iterdir()) == [draft]
+    with pytest.raises(UserError, match="holds no text"):
+        write_all(tmp_path, [])
+    assert list(draft.parent.iterdir()) == [draft]
 
 
 def test_files_of_unknown_origin_are_not_overwritten(corpus):
