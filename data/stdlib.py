@@ -9,7 +9,7 @@ from pathlib import Path
 
 from data.config import HELD_OUT_DOCUMENTS, DataConfig
 from data.folders import real_files
-from data.token_files import TokenWriter, has_files, read_meta
+from data.token_files import TokenWriter, has_files, publish, read_meta
 from data.tokenizers import get_tokenizer
 from errors import UserError
 
@@ -27,6 +27,7 @@ def build(config: DataConfig) -> None:
     files = source_files()
     source = {"name": "stdlib", "python": platform.python_version(), "files": len(files)}
     source |= {"val_fraction": config.val_fraction, "split_seed": config.split_seed}
+    publish(folder)
     meta = read_meta(folder)
     if meta and meta["source"].get("name") != "stdlib":
         raise UserError(f"data.dir={folder} holds another corpus than the standard library; choose another folder")

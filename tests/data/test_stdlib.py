@@ -69,8 +69,12 @@ def test_is_rebuilt_only_if_the_python_or_the_settings_differ(tmp_path, monkeypa
     second = built_at()
     assert second != first
     (tmp_path / "val.bin").unlink()
-    assert built_at() != second
-    assert (tmp_path / "val.bin").exists()
+    third = built_at()
+    assert third != second and (tmp_path / "val.bin").exists()
+    (tmp_path / "unfinished").mkdir()
+    for name in ("val.bin", "meta.json"):  # the process was killed after it had moved train.bin
+        (tmp_path / name).rename(tmp_path / "unfinished" / name)
+    assert built_at() == third and (tmp_path / "val.bin").exists()
 
 
 def test_another_corpus_is_not_overwritten(tmp_path):
