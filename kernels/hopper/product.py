@@ -13,7 +13,8 @@ registers.
 An H200 multiplies at its power limit and at the bandwidth of shared memory. So an epilogue should read a tile from
 shared memory only once and move all else between global memory and registers.
 
-M rows and N columns of a tile, K depth of a step. Accumulators are fp32.
+M rows and N columns of a tile, K depth of a step: a program's step number `it`, over all its tiles, is in slot
+it % STAGES. Accumulators are fp32. Shared memory, in 16 bits:
 a_slots [STAGES, M, K], b_slots [STAGES, N, K] (TRANSPOSED) or [STAGES, K, N], c_slots [2, ROWS, N].
 """
 
@@ -41,7 +42,7 @@ STAGES: gl.constexpr = gl.constexpr(3)
 # Tiles are computed in groups of GROUP rows of tiles, all columns of a group before the next group. On an H200 in
 # sustained load, 8 was the fastest of 8, 13, 16, 32 and 64 at most depths; 32 took 0.5 to 3.3 % longer.
 GROUP: gl.constexpr = gl.constexpr(8)
-CHUNK: gl.constexpr = gl.constexpr(8)  # rows that an epilogue holds in registers at a time, as many as a swizzle has
+CHUNK: gl.constexpr = gl.constexpr(8)  # rows that an epilogue reads at a time; the swizzle repeats after 8 rows
 CHUNKS: gl.constexpr = gl.constexpr(ROWS.value // CHUNK.value)  # of a multiplying warpgroup's rows
 CHUNK_LAYOUT: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))  # [CHUNK, N]
 REGISTERS = 168  # of a thread, the same for each of the three warpgroups
@@ -74,7 +75,7 @@ def _load(place, a, b, rings, shape, steps, TRANSPOSED: gl.constexpr):
     a_slots, b_slots, full, empty = rings
     slot, there = step % STAGES, step < steps
     mbarrier.wait(empty.index(slot), (step // STAGES + 1) & 1, pred=there)
-    mbarrier.expect(full.index(slot), (M + N) * K * 2, pred=there)
+    mbarrier.expect(full.index(slot), (M + N) * K * 2, pred=there)  # bytes of A and B
     tma_load(a, [i, k], full.index(slot), a_slots.index(slot), pred=there)
     if TRANSPOSED:
         tma_load(b, [j, k], full.index(slot), b_slots.index(slot), pred=there)
@@ -123,13 +124,15 @@ def multiplier(half: gl.constexpr, a, b, start, rings, results, shape, TRANSPOSE
             a_s = a_slots.index(slot).slice(half * ROWS, ROWS)  # [ROWS, K]
             acc = warpgroup_mma(a_s, b_s, acc, is_async=True)  # C += A B
             acc = warpgroup_mma_init(warpgroup_mma_wait(1, deps=(acc,)))
+            # The product of the step before is done, so release its slot. Step 0 releases nothing: the tile before has
+            # released its last slot itself.
             mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), pred=k > 0)
             if half == 0:
                 place = _load(place, a, b, rings, shape, steps, TRANSPOSED)
             it += 1
         c = warpgroup_mma_wait(0, deps=(acc,)).to(c_slots.dtype)
         mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES))
-        # Hand C [ROWS, N] to the epilogue.
+        # Hand C [ROWS, N] to the epilogue, once it has read C of the tile before.
         mbarrier.wait(c_empty.index(half), (n + 1) & 1)
         c_slots.index(half).store(c)
         barrier()  # until all warps have written
@@ -146,7 +149,10 @@ def chunk_places(columns):
 
 @gluon.jit
 def shared_memory(a, b):
-    """Allocate the rings of A and B, two slots for halves of C, and the barriers of both."""
+    """Allocate the rings of A and B, two slots for halves of C, and the barriers of both.
+
+    Both multiplying warpgroups release a slot of A and B. The epilogue releases a half of C.
+    """
     a_slots = allocate_slots(a, STAGES)
     b_slots = allocate_slots(b, STAGES)
     C_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, N], a.dtype)

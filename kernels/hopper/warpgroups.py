@@ -18,7 +18,10 @@ _GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 @gluon.constexpr_function
 def accumulator_layout(columns, down=4, across=1):
-    """Return the layout of a product with so many columns: `down` warps share its rows, `across` warps its columns."""
+    """Return the layout of a product with so many columns: `down` warps share its rows, `across` warps its columns.
+
+    [3, 0] is wgmma. Its shape is 16 rows of a warp, the columns, and a depth of 16 elements of 16 bits.
+    """
     return gl.NVMMADistributedLayout([3, 0], [down, across], [16, columns // across, 16])
 
 
@@ -32,8 +35,9 @@ def allocate_slots(x, SLOTS: gl.constexpr):
 def ring(SLOTS: gl.constexpr, ARRIVALS: gl.constexpr):
     """Return the barriers of a ring of slots: `full`, and `empty`, which waits for ARRIVALS arrivals.
 
-    Tile number n of the ring is in slot n % SLOTS. Its readers wait for `full` with parity n // SLOTS & 1, its writer
-    waits for `empty` with the other parity. In the first round no writer has to wait.
+    Tile number n of the ring is in slot n % SLOTS, in round n // SLOTS. Its readers wait for `full` with the parity of
+    the round. Its writer waits for `empty` with the other parity: until all readers of the round before have arrived.
+    In the first round no writer has to wait, because a new barrier counts as one whose phase with parity 1 has ended.
     """
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
@@ -63,8 +67,8 @@ def release(empty, EACH: gl.constexpr, pred=True):
 def hide(x, bound, AFTER: gl.constexpr):
     """Return x [ROWS, COLUMNS], a product's result, with -inf after (AFTER) or before each row's column `bound`.
 
-    Column 8 a + 2 b + c of a row belongs to thread b of the row's four threads. So each thread compares constants with
-    bound - 2 b, which keeps no register per column alive.
+    The column `bound` [ROWS] itself stays as it is. Column 8 a + 2 b + c of a row belongs to thread b of the row's four
+    threads. So each thread compares constants with bound - 2 b, which keeps no register per column alive.
     """
     ROWS: gl.constexpr = x.shape[0]
     COLUMNS: gl.constexpr = x.shape[1]
@@ -92,6 +96,7 @@ def multiprocessors(device: torch.device) -> int:
 
 @cache
 def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """Return the layout of a block in shared memory: swizzled in 16 bits, as wgmma reads it, and plain in fp32."""
     if dtype == torch.float32:
         return gl.NVMMASharedLayout(0, 32, len(block))
     return gl.NVMMASharedLayout.get_default_for(list(block), _GLUON_TYPES[dtype])
