@@ -2,7 +2,8 @@
 
 Legend: M rows of a query tile, ROWS = 64 of one consumer, N keys of a block, D0 + D1 head size; x0 and x1 are the two
 parts of x. `it` is the number of key blocks before this tile in all tiles of this program. K of block j of this tile
-is in slot (it + j) % STAGES of the rings, V of the same block in the next slot.
+is in slot (it + j) % STAGES of the rings, V of the same block in the next slot. The n-th tile's Q of consumer C is in
+slot n % 2 * CONSUMERS + C of Q's ring.
 
 The tuple rings has the slots of Q, K and V in shared memory and their barriers: q_full and q_empty of Q's slots, full
 and empty of a slot of K and V.
@@ -89,13 +90,13 @@ def _producer(
     for n in range(count_tiles(batches * heads * gl.cdiv(seq_q, M))):
         batch, head, i, begin, blocks = tile_at(n, shape, band, M, N, CAUSAL, WINDOW, DOCUMENTS)
         kv_head = head // groups
-        # Q [64, D] of each consumer
+        # Q [64, D0 + D1] of each consumer
         for c in gl.static_range(CONSUMERS):
             slot = n % 2 * CONSUMERS + c
             mbarrier.wait(q_empty.index(slot), (n // 2 + 1) & 1)
             mbarrier.expect(q_full.index(slot), ROWS * (D0 + D1) * 2)
             _copy(q0, q1, batch, i + c * ROWS, head, q_slots[0], q_slots[1], slot, q_full.index(slot), D0, D1)
-        # K [N, D] of block j, and V [N, D] of the block before
+        # K [N, D0 + D1] of block j, and V of the block before; the very first block has no V beside it
         for j in range(blocks):
             slot = it % STAGES
             mbarrier.wait(empty.index(slot), (it // STAGES + 1) & 1)
@@ -127,7 +128,8 @@ def _walk(
 ):  # fmt: skip
     """Compute the key blocks 1 to `own` of a tile: S of each block, and P V of the block before.
 
-    p [64, N], m [64] and l [64, 4] come from block 0, and are returned for the last block, whose P V is still to do.
+    p [64, N], m [64] and l [64, 4] come from block 0, and are returned for the last block, whose P V is still to do. O
+    is returned without this P V and without the division by l.
     """
     _q_slots, k_slots, v_slots, _q_full, _q_empty, full, empty = rings
     EACH: gl.constexpr = _each(D0, CONSUMERS)
@@ -151,7 +153,7 @@ def _walk(
         # O += P V of block j - 1  [64, D0 + D1]
         acc0, acc1 = issue_output(p, v_slots, slot, acc0, acc1, N, D0, D1)
         of_keys = key_numbers(numbers, batch, head, (begin + j) * N, shape, N, DROPOUT)
-        s = warpgroup_mma_wait(2 if D1 else 1, deps=(s,))
+        s = warpgroup_mma_wait(2 if D1 else 1, deps=(s,))  # P V, one product for each part, may still run
         # softmax, under P V
         if needs_mask(j, full_begin, full_end, BANDED):
             s = mask(s, i, (begin + j) * N, seen, shape[2], shape[3], SPARE, N, CAUSAL, BANDED)
@@ -163,8 +165,8 @@ def _walk(
             alpha = gl.exp2(m - shift)
         if LATE:
             release(empty.index((it + j - 1) % STAGES), False, pred=j > 1)
-        # If the exponentials run under P V, this wait also keeps them above the wait for P V: the assembler moves them
-        # past no loop, and this wait is a loop.
+        # Wait for K of block j + 1 and V of block j, which the next round reads. If the exponentials run under P V,
+        # this wait also keeps them above the wait for P V: the assembler moves them past no loop, and this wait is one.
         _wait_for_use(full, it + j + 1, STAGES)
         acc0, acc1, p = wait_for_output(acc0, acc1, p, D1)
         if not LATE:
@@ -201,11 +203,13 @@ def _consumer(
     EACH: gl.constexpr = _each(D0, CONSUMERS)
     AFTER: gl.constexpr = _after_products(D0 + D1)
     SPARE: gl.constexpr = D0 + D1 == 64 and CONSUMERS == 2
+    # S and P take 3 N / 4 registers of a thread, O and held queries 3 (D0 + D1) / 4.
     HELD: gl.constexpr = N + D0 + D1 <= 208 and CONSUMERS == 2 and not DROPOUT
     BANDED: gl.constexpr = WINDOW or DOCUMENTS
     M: gl.constexpr = ROWS * CONSUMERS
     LAYOUT: gl.constexpr = gl.SliceLayout(1, accumulator_layout(N))
     count = count_tiles(batches * heads * gl.cdiv(seq_q, M))
+    # m and l of a row before its first block
     none = gl.full([ROWS], -float("inf"), gl.float32, LAYOUT)
     zero = partial_sums(gl.zeros([ROWS, N], gl.float32, accumulator_layout(N)))
 
@@ -247,7 +251,7 @@ def _consumer(
             for j in range(it + own + 1, it + blocks + 1):
                 _wait_for_use(full, j, STAGES)
                 release(empty.index(j % STAGES), EACH, pred=j < it + blocks)
-            shared = own == blocks
+            shared = own == blocks  # whether the last V and the next tile's first K have one slot
             it += blocks
             # S of the next tile's block 0, and this tile's last O += P V
             next_batch, next_head, next_i, begin, blocks = tile_at(n + 1, shape, band, M, N, CAUSAL, WINDOW, DOCUMENTS)
@@ -310,6 +314,7 @@ def forward_kernel(
     Descriptors: q0 reads [1, 64, 1, D0] of Q (batches, seq_q, heads, D0 + D1); k0 and v0 read [1, N, 1, D0] of K and V
     (batches, seq_k, heads / groups, D0 + D1); q1, k1 and v1 read the other D1 columns, or are None. numbers belongs to
     dropout, or is None. documents and window are as in the plain kernel, or None and 0.
+    Warps: four for each consumer, of which the first is the default partition, and one for the producer.
     Grid: any number of programs up to the number of tiles.
     """
     gl.static_assert(STAGES >= 2)  # a consumer waits for a block before it releases the slot of the block before

@@ -19,7 +19,7 @@ MOST_TOGETHER = 64  # heads
 
 @gluon.jit
 def count_tiles(tiles):
-    """Return how many of `tiles` this program computes; see tile_at."""
+    """Return how many of `tiles` this program computes: a full round deals one to each program; see tile_at."""
     programs, program = gl.num_programs(0), gl.program_id(0)
     rounds = tiles // programs
     place = gl.where(rounds % 2 == 0, program, programs - 1 - program)
