@@ -17,6 +17,7 @@ def in_register_order(x, M: gl.constexpr, D: gl.constexpr, WARPS_M: gl.constexpr
 
     Stores in this order are wide and free of bank conflicts. Only finish_kernel needs to know it.
     """
+    # A row is (block of all warps, warp, half, row of 8), a column is (warp, block of 8, thread, column of 2).
     x = x.reshape([M // (16 * WARPS_M), WARPS_M, 2, 8, WARPS_N, D // WARPS_N // 8, 4, 2])
     x = x.permute([0, 5, 4, 1, 3, 6, 2, 7]).reshape([M * D])
     return gl.convert_layout(x, gl.BlockedLayout([4], [32], [WARPS_M * WARPS_N], [0]), assert_trivial=True)

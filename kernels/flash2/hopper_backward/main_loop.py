@@ -5,8 +5,9 @@ two parts of x. x0_s is part 0 in shared memory, and b_x0 is one tile of x0_s as
 see some key of the program. t counts them over the query heads of the group. Rings have QS slots for Q and its
 statistics and OS slots for dO.
 
-Barriers, in the tuple bars: k_full of K and V, q_full of Q's slots, do_full and do_empty of dO's slots, and dq_empty of
-the one tile of dQ. warpgroups.ring explains their parities.
+Barriers, in the tuple bars: k_full of K and of V, q_full of Q's slots, do_full and do_empty of dO's slots, and dq_empty
+of the one tile of dQ. A release of dO at do_empty also says that dQ of this tile is in dq0_s and dq1_s. warpgroups.ring
+explains the parities.
 
 Other tuples: shape is (heads, groups, seq_q, seq_k), band is (documents, window), and dropout is (numbers, threshold,
 keep_scale).
@@ -132,7 +133,7 @@ def _reducer(dq0, dq1, dq0_s, dq1_s, bars, batch, kv_head, heads, groups, tiles,
 
 @gluon.jit
 def _wait_for_sum(running: gl.constexpr, x, x_1, D1: gl.constexpr):
-    """Wait until at most `running` products run, and return both parts of the sum x, to be added to again."""
+    """Wait until at most `running` products run, and return both parts of the sum x as accumulators."""
     if D1:
         x, x_1 = warpgroup_mma_wait(running, deps=(x, x_1))
         return warpgroup_mma_init(x), warpgroup_mma_init(x_1)
@@ -151,14 +152,14 @@ def _write(outputs, buffers, dk, dk_1, dv, dv_1, scale, keep_scale, batch, j, kv
         dk, dv, dk_1, dv_1 = warpgroup_mma_wait(0, deps=(dk, dv, dk_1, dv_1))
     else:
         dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
-    barrier()
+    barrier()  # until the products of all warps have read K and V
     v0_s.reshape(dv.shape).store((dv * keep_scale).to(dtype))
     k0_s.reshape(dk.shape).store((dk * (scale * keep_scale)).to(dtype))
     if D1:
         v1_s.reshape(dv_1.shape).store((dv_1 * keep_scale).to(dtype))
         k1_s.reshape(dk_1.shape).store((dk_1 * (scale * keep_scale)).to(dtype))
     fence_async_shared()
-    barrier()
+    barrier()  # until all warps have written
     tma_store(dv0, [batch, j, kv_head, 0], v0_s)
     tma_store(dk0, [batch, j, kv_head, 0], k0_s)
     if D1:
@@ -177,7 +178,8 @@ def _consumer(
     """Do the job of WARPS warps: keep dK and dV of one key tile in registers and loop over the query tiles that see it.
 
     Per query tile: compute dS^T and issue dV += P^T dO (tile.py), issue dQ = dS K and dK += dS^T Q, and hand dQ over
-    while dS^T Q runs. P^T and dS^T are operands in registers; dQ reads dS^T from shared memory.
+    while dS^T Q runs. P^T and dS^T are operands in registers; dQ reads dS^T from shared memory. dK and dQ are without
+    the scale, and with dropout all three are without 1 / (1 - p): _write and finish_kernel multiply once, at the end.
     """
     heads, groups, seq_q, seq_k = shape
     numbers, threshold, keep_scale = dropout
@@ -192,9 +194,9 @@ def _consumer(
     STATS: gl.constexpr = stats_s.shape[0] // QS
     PARTS: gl.constexpr = 2 if D1 else 1
     IN_PRODUCTS: gl.constexpr = stats_s.dtype == gl.bfloat16
-    # At long lengths, heads of 80 have tiles of 128 queries, computed in two halves except for dQ. Each warpgroup then
-    # has 64 rows and all columns of dQ. With 64 queries, each warpgroup would have all rows and half of the columns,
-    # and both would read all of dS. With 64 queries and 64 keys, twice as much would be added to dQ.
+    # Heads of 80 with a causal mask or none have tiles of 128 queries, computed in two halves except for dQ. Each
+    # warpgroup then has 64 rows and all columns of dQ. With 64 queries, each warpgroup would have all rows and half of
+    # the columns, and both would read all of dS. With 64 queries and 64 keys, twice as much would be added to dQ.
     IN_HALVES: gl.constexpr = FUSED and _in_halves(M, D0 + D1) and not DROPOUT
     WM: gl.constexpr = rows_of_warps(M, WARPS)
     WN: gl.constexpr = WARPS // WM
@@ -205,8 +207,8 @@ def _consumer(
     if D1:
         K1L: gl.constexpr = accumulator_layout(D1, WARPS)
         Q1L: gl.constexpr = accumulator_layout(D1, WM, WN)
-    # Products of 64 columns read operands as fast as shared memory delivers. So with 64 keys V is held in registers.
-    # Without part 1, K and K^T are too, and dQ is computed as its transpose, K^T dS^T. If dQ is left out, none is held:
+    # Products of 64 columns read operands as fast as shared memory delivers. So with 64 keys part 0 of V is held in
+    # registers. Without part 1, K and K^T are too, and dQ is computed as its transpose, K^T dS^T. Without dQ, none is:
     # ptxas 12.8 would overwrite the registers of K with P, although the next tile needs K.
     V_HELD: gl.constexpr = FUSED and N == 64 and D0 == 64
     HELD: gl.constexpr = FUSED and is_transposed(N, D0 + D1)
@@ -280,7 +282,7 @@ def _consumer(
                 )  # fmt: skip
             # dQ = dS K  [M, D], or dQ^T = K^T dS^T  [D, M]
             if FUSED:
-                barrier()
+                barrier()  # until all warps have stored dS^T
             if HELD:
                 dq = gl.zeros([D0, M], gl.float32, QTL)
                 dq = warpgroup_mma(a_kt, b_ds, dq, use_acc=False, is_async=True)
@@ -292,7 +294,7 @@ def _consumer(
                     dq_1 = warpgroup_mma(b_ds.permute([1, 0]), b_k1, dq_1, use_acc=False, is_async=True)
             # dK += dS^T Q  [N, D]
             dk, dk_1 = add_product(ds16, b_q0, b_q1, dk, dk_1, D1, WARPS)
-            dv, dv_1 = _wait_for_sum(PARTS, dv, dv_1, D1)
+            dv, dv_1 = _wait_for_sum(PARTS, dv, dv_1, D1)  # only dS^T Q may still run
             # dQ to shared memory, for _reducer
             if FUSED:
                 mbarrier.wait(dq_empty, (t & 1) ^ 1)
@@ -368,7 +370,7 @@ def main_kernel(
         # One tile at least, because the consumers wait for V, which the first tile brings. It may be all masked.
         first = gl.minimum(gl.maximum(start, 0) // M, tiles - 1)
         stop = gl.maximum(gl.cdiv(end, M), first + 1)
-    full = gl.where(j + N > seq_k, seq_q, full)
+    full = gl.where(j + N > seq_k, seq_q, full)  # mask every tile if there are keys past seq_k
 
     # Shared memory: K, V [N, D]; Q, dO [M, D] in rings; statistics; dS^T [N, M]; dQ [M, D]
     k0_s = gl.allocate_shared_memory(dtype, k0.block_type.shape, k0.layout)
@@ -380,7 +382,8 @@ def main_kernel(
     ds_s, dq0_s, dq1_s = k0_s, stats_s.index(0), stats_s.index(0)
     if FUSED:
         # For dQ each of two warpgroups reads dS that the other one stored. With a second tile of dS, it need not wait
-        # for the other before it stores the next dS. With halves, shared memory has only room for one tile.
+        # for the other before it stores the next dS. It reuses a tile after two rounds. The barrier of the round in
+        # between shows that the other has finished its products. With halves, shared memory has room for one tile only.
         DS: gl.constexpr = 2 if _each(WARPS) and not _in_halves(M, k0.block_type.shape[3] + D1) else 1
         ds_s = gl.allocate_shared_memory(dtype, [DS, N, M], gl.NVMMASharedLayout.get_default_for([N, M], dtype))
         dq0_s = gl.allocate_shared_memory(gl.float32, dq0.block_type.shape, dq0.layout)

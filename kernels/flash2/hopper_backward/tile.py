@@ -65,8 +65,8 @@ def _mask(s_t, j, i, masked, CAUSAL: gl.constexpr, BANDED: gl.constexpr):
 
 @gluon.jit
 def _probabilities(s_t, lse, j, i, masked, scale_log2, CAUSAL: gl.constexpr, BANDED: gl.constexpr):
-    """Return P^T [N, M]. Tiles with queries before `full` need the mask. If BANDED, so do tiles with queries
-    from `full_end` on.
+    """Return P^T [N, M] of the queries from i on. Tiles with queries before `full` need the mask. If BANDED, so do
+    tiles with queries from `full_end` on.
 
     masked: full, full_end, seq_k, seq_k - seq_q, and if BANDED first and end [N] of the queries that see each key.
     """
@@ -90,7 +90,9 @@ def whole_tile(
 
     The statistics are in stats_s from `row` on. S and dP are issued before the exponential, which hides under dP. With
     one warpgroup, dS hides under P^T dO. Two warpgroups issue P^T dO after dS is stored (LATE), as FlashAttention-3
-    does, so that exponentials and dS overlap and fit in the registers; statistics IN_PRODUCTS need neither.
+    does, so that exponentials and dS overlap and fit in the registers. Statistics IN_PRODUCTS take no registers and do
+    without this. ones: what ones_at returns for logsumexp and delta. dropout: pointers to the numbers of the keys [N],
+    their mask, and the threshold.
     """
     k0, k1, v0, v1 = keys  # [N, D]
     q0, q1, do0, do1 = queries  # [M, D]
@@ -115,7 +117,7 @@ def whole_tile(
     dp_t = _transposed_product(v0, v1, do0, do1, zeros, D1)
     if IN_PRODUCTS:
         dp_t = warpgroup_mma(of_delta, b_stats, dp_t, is_async=True)
-        s_t = warpgroup_mma_wait(2, deps=(s_t,))
+        s_t = warpgroup_mma_wait(2, deps=(s_t,))  # dP's two products may run: these heads have one part
         lse, delta = 0.0, 0.0
     else:
         s_t = warpgroup_mma_wait(PARTS, deps=(s_t,))
@@ -135,7 +137,7 @@ def whole_tile(
     # dV += P^T dO  [N, D]
     if not LATE:
         dv, dv_1 = add_product(p16, do0, do1, dv, dv_1, D1, WARPS)
-    # dS^T = P^T o (dP^T - delta)  [N, M]
+    # dS^T = P^T o (dP^T - delta)  [N, M], or P^T o (0 - delta) where P is dropped
     dp_t = warpgroup_mma_wait(0 if LATE else PARTS, deps=(dp_t,))
     if not IN_PRODUCTS:
         delta = stats_s.index(row + 1).reshape([M]).load(ROW)[None, :]
@@ -184,7 +186,8 @@ def both_halves(
 ):  # fmt: skip
     """Return the second half's dS^T, rounded, and dK and dV; the caller issues dK += dS^T Q of the second half.
 
-    The second half's softmax runs under products of both halves. M is half of the query tile here.
+    The second half's softmax runs under products of both halves. M is half of the query tile here. stats: views of the
+    tiles of logsumexp and delta, or the same tile twice if IN_PRODUCTS.
     """
     k0, k1, v0, v1 = keys  # [N, D]
     q0, q1, do0, do1 = queries  # [2 M, D]
@@ -223,6 +226,6 @@ def both_halves(
     dp_t = warpgroup_mma_wait(PARTS, deps=(dp_t,))
     ds16 = (p_t * (dp_t - _statistic(stats, 1, 1, SL, IN_PRODUCTS))).to(dtype)
     ds_s.slice(M, M, 1).store(ds16)
-    fence_async_shared()
+    fence_async_shared()  # for both halves of dS^T
     dv, dv_1 = add_product(p16, half_of(do0, 1), half_of(do1, 1), dv, dv_1, D1, WARPS)
     return ds16, dk, dk_1, dv, dv_1
