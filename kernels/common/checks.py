@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 DTYPES = torch.bfloat16, torch.float16, torch.float32
-LONGEST_STRIDE = 2**24  # between rows: the offsets inside a tile of 128 rows then fit 32 bits
+LONGEST_STRIDE = 2**24  # elements between rows: the offsets inside a tile of 128 rows then fit 32 bits
 
 
 def readable(x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Functions that the Triton attention kernels share: rows of one head, products, masks and dropout's numbers.
 
-Tensors are (batch, length, heads, head_dim) with unit stride along head_dim. The byte offset of a row may exceed 2^31,
-so the start of a tile is computed in 64 bits and the offsets inside it in 32.
+Tensors are (batch, length, heads, head_dim) with unit stride along head_dim. A tile may start beyond 2^31 elements, so
+its start is computed in 64 bits. The offsets inside a tile fit 32 bits; see checks.readable.
 
 D head size padded to a power of two; p_ pointer to the first row of one head, s_ stride between rows, b_ tile, o_
 offsets. sq_b, sq_t and sq_h are the strides of q over batch, tokens and heads; k, v, o, do, dq and dk have the same. i
@@ -39,7 +39,7 @@ def load_rows(
 ):  # fmt: skip
     """Load rows start to start + ROWS of one head, [ROWS, D]. The padding of D and rows past `length` are zero.
 
-    Loads through pointers check the rows only if BOUNDED; loads through TMA always do.
+    x comes from at_head. Loads through pointers check the rows only if BOUNDED; loads through TMA always do.
     """
     if TMA:
         return x.load([batch, start, head, 0]).reshape(ROWS, D)
@@ -68,7 +68,10 @@ def store_rows(p_x, s_x, start, length, o_rows, b_x, HEAD_DIM: tl.constexpr, D: 
 
 @triton.jit
 def dot(a, b, acc, UPCAST: tl.constexpr):
-    """Return a @ b + acc in fp32. UPCAST is for the interpreter, whose bf16 arithmetic is wrong."""
+    """Return a @ b + acc in fp32. UPCAST is for the interpreter, whose bf16 arithmetic is wrong.
+
+    "ieee" keeps products of fp32 out of TF32. It does not change 16-bit products.
+    """
     if UPCAST:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     else:
@@ -80,7 +83,11 @@ def keys_of(
     o_i, documents, batch, offset, seq_q, seq_k, window,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Return first and end of the keys that each query o_i sees. Both never decrease with i; end may be negative."""
+    """Return first and end of the keys that each query o_i sees. Both never decrease with i.
+
+    documents (B, 2, seq_q) int32 holds where each token's document starts and ends. A query that sees no key has
+    end <= first, and its end may be negative.
+    """
     first, end = o_i * 0, o_i * 0 + seq_k
     if DOCUMENTS:
         p_first = documents + tl.cast(batch, tl.int64) * 2 * seq_q + o_i
@@ -98,7 +105,10 @@ def queries_of(
     o_j, documents, batch, offset, seq_q, seq_k, window,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Return first and end of the queries that see each key o_j: the inverse of keys_of."""
+    """Return first and end of the queries that see each key o_j: the inverse of keys_of.
+
+    documents are as there, because they require seq_q = seq_k.
+    """
     first, end = o_j * 0, o_j * 0 + seq_q
     if DOCUMENTS:
         p_first = documents + tl.cast(batch, tl.int64) * 2 * seq_k + o_j
@@ -123,6 +133,7 @@ def numbers_of_head(numbers, bh, seq_q, seq_k, DROPOUT: tl.constexpr):
 
 @triton.jit
 def random_numbers(p_numbers, o_rows, length, BOUNDED: tl.constexpr, DROPOUT: tl.constexpr):
+    """Return dropout's numbers of the rows o_rows, unsigned; a placeholder without dropout."""
     if DROPOUT and BOUNDED:
         return tl.load(p_numbers + o_rows, mask=o_rows < length, other=0).to(tl.uint32, bitcast=True)
     elif DROPOUT:

@@ -17,7 +17,8 @@ def launch_kernel(
     """Launch kernel[programs](*tensors, *scalars, *constants); `options` are num_warps, num_stages and the like.
 
     Triton inspects every argument of every call to choose a compilation, which takes longer than the launch. So the
-    choice is cached by everything that it depends on: `key`, scalars, constants, alignment, options.
+    choice is cached by everything that it depends on: scalars, constants, alignment, options, and `key`. `key` must
+    tell all else apart: dtypes, the device, and which tensors are None if no constant says so.
     """
     aligned = tuple([x.data_ptr() % 16 == 0 for x in tensors if isinstance(x, Tensor)])
     key = (kernel, key, scalars, constants, aligned, *options.values())

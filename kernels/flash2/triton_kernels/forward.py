@@ -28,7 +28,9 @@ def _forward_tiles(
 ):  # fmt: skip
     """Run lines 7 to 11 of Algorithm 1 over the keys [start, stop): online softmax, O not yet normalised.
 
-    If MASKED, each query sees only the keys [first, end); if not BANDED, first is 0.
+    acc [M, D] is O, m [M] the row maxima of S scale_log2, l [M] the row sums of P, b_q [M, D] is Q. If MASKED, each
+    query sees only the keys [first, end), which `seen` holds; if not BANDED, first is 0. Only masked tiles may reach
+    past seq_k, so only they check bounds.
     """
     k, v, batch, kv_head, s_k, s_v, seq_k = keys
     p_list, first, end = seen
@@ -49,7 +51,7 @@ def _forward_tiles(
         # softmax
         m_new = tl.maximum(m, tl.max(b_s, 1) * scale_log2)  # [M]
         if MASKED:
-            shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key yet
+            shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # -inf - -inf is NaN: no key seen yet
         else:
             shift = m_new
         b_p = tl.math.exp2(b_s * scale_log2 - shift[:, None])  # [M, N]
@@ -101,6 +103,7 @@ def forward_kernel(
     of_queries = random_numbers(p_of_queries, i + o_m, seq_q, True, DROPOUT)
     dropout = (of_queries, p_of_keys, threshold)
     keys = (k, v, batch, kv_head, sk_t, sv_t, seq_k)
+    # Tiles without a mask are whole ones inside [full_start, full)
     full, full_start = tl.maximum(full, 0) // N * N, tl.cdiv(tl.maximum(full_start, 0), N) * N
 
     # Masked tiles at the start, unmasked tiles, masked tiles at the end

@@ -77,6 +77,7 @@ def backward_into(
                 key_lists, early = _lists_of_keys(options.blocks)
                 programs, step = batch * kv_heads * key_lists * (BLOCK // tile.keys), BLOCK
                 pieces = logsumexp.new_empty((2, early, batch * kv_heads, BLOCK, padded_head_dim(head_dim)))
+            # The last constant is BOUNDED.
             run(key_gradient_kernel, tile, programs, (dk, dv, pieces), (key_lists, early), (seq_q % step != 0,))
             if early:
                 tensors, scalars = (pieces, dk, dv, options.blocks), (*strides(dk), kv_heads, seq_k, early)
@@ -89,7 +90,10 @@ def backward_into(
 
 
 def _lists_of_keys(blocks: Tensor) -> tuple[int, int]:
-    """Return how many rows block_lists.listed has for keys, and how many of the first may belong to divided lists."""
+    """Return how many rows block_lists.listed has for keys, and how many of the first may belong to divided lists.
+
+    A list in p rows, p >= 2, adds p - 1 rows to the n. So divided lists have at most twice the added rows.
+    """
     n = blocks.shape[1] - HEADER
     key_lists = len(blocks) - n
     return key_lists, min(2 * (key_lists - n), key_lists)

@@ -31,8 +31,9 @@ def _place_of_keys(blocks, key_lists, early, seq_k, N: tl.constexpr, BLOCKS: tl.
     program = tl.program_id(0)
     if BLOCKS:
         tiles: tl.constexpr = BLOCK // N
+        # Programs of one head: of early lists, and of the rest; at least 1, because both divide below
         first, rest = tl.maximum(early * tiles, 1), tl.maximum((key_lists - early) * tiles, 1)
-        later = program - tl.num_programs(0) // key_lists * early
+        later = program - tl.num_programs(0) // key_lists * early  # negative for programs of early lists
         bg = tl.where(later < 0, program // first, later // rest)
         tile = tl.where(later < 0, program % first, early * tiles + later % rest)
         row = tl.cdiv(seq_k, BLOCK) + tile // tiles
@@ -51,8 +52,11 @@ def _key_gradient_tiles(
 ):  # fmt: skip
     """Run lines 10 to 16 of Algorithm 2 without dQ for the queries [start, stop), everything transposed: [N, M].
 
-    If MASKED, each key is seen only by the queries [first, end); if not BANDED, end is seq_q. Keys past seq_k need no
-    mask, because their rows of dK and dV are not stored.
+    dk, dv, b_k and b_v are [N, D]. If MASKED, each key is seen only by the queries [first, end), which `seen` holds; if
+    not BANDED, end is seq_q. Keys past seq_k need no mask, because their rows of dK and dV are not stored.
+
+    With dropout, P^T dO and dP^T are not divided by keep = 1 - dropout_p, and delta_kernel stored delta times keep. So
+    dK and dV lack the factor keep_scale, which the caller applies.
     """
     q, dout, p_lse, p_delta, batch, head, s_q, s_do, seq_q = queries
     p_list, first, end = seen

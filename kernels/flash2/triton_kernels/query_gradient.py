@@ -28,7 +28,8 @@ def delta_kernel(
     """Run line 4 of Algorithm 2: delta = rowsum(dO o O), (B, heads, seq_q) fp32. Grid: B * heads * cdiv(seq_q, M).
 
     If LOGSUMEXP, subtract its gradient, shaped like delta: dS = P o (dP - delta + dL). With dropout dP is Z o dP / keep
-    with Z = 0 or 1. delta is stored times `keep`, so that the other kernels divide by `keep` once, at their end.
+    with Z = 0 or 1 and keep = 1 - dropout_p. delta is stored times keep, so that the other kernels divide by keep once,
+    at their end.
     """
     tiles = tl.cdiv(seq_q, M)
     bh = tl.program_id(0) // tiles
@@ -51,7 +52,10 @@ def _query_gradient_tiles(
     N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, BANDED: tl.constexpr, BLOCKS: tl.constexpr,
     DROPOUT: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Run lines 11 to 15 of Algorithm 2, only for dQ, over the keys [start, stop); masked as in the forward kernel."""
+    """Run lines 10, 11 and 13 to 15 of Algorithm 2, those for dQ, over the keys [start, stop).
+
+    dq, b_q and b_do are [M, D]; b_lse, natural, and b_delta are [M]. The mask is as in the forward kernel.
+    """
     k, v, batch, kv_head, s_k, s_v, seq_k = keys
     p_list, first, end = seen
     of_queries, p_of_keys, threshold = dropout
@@ -117,6 +121,7 @@ def query_gradient_kernel(
     of_queries = random_numbers(p_of_queries, i + o_m, seq_q, True, DROPOUT)
     dropout = (of_queries, p_of_keys, threshold)
     keys = (k, v, batch, kv_head, sk_t, sv_t, seq_k)
+    # Tiles without a mask are whole ones inside [full_start, full)
     full, full_start = tl.maximum(full, 0) // N * N, tl.cdiv(tl.maximum(full_start, 0), N) * N
 
     # Masked tiles at the start, unmasked tiles, masked tiles at the end
