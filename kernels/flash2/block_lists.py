@@ -90,7 +90,8 @@ def _divided(rows: Tensor) -> Tensor:
     pieces = (rows[:, 3] / longest_piece(rows[:, 3])).ceil().long().clamp(min=1)
     length = (rows[:, 3] / pieces).ceil().long()
     order = torch.argsort(length + n * (pieces > 1), descending=True, stable=True)
-    source = order.repeat_interleave(pieces[order])
+    source = order.repeat_interleave(pieces[order])  # the list that each new row is a piece of
+    # Number the pieces of each list from 0.
     piece = torch.arange(len(source), device=rows.device)
     piece -= (pieces[order].cumsum(0) - pieces[order]).repeat_interleave(pieces[order])
     rows, start = rows[source], piece * length[source]

@@ -24,7 +24,7 @@ class BlockVisibility(Visibility):
     def __init__(self, q: Tensor, k: Tensor, options: Options):
         super().__init__(q.shape[1], k.shape[1], q.device, options.documents, options.causal, options.window)
         rows = None if options.blocks is None else options.blocks.tolist()
-        self.kept = rows and [row[HEADER : HEADER + row[3]] for row in rows]
+        self.kept = rows and [row[HEADER : HEADER + row[3]] for row in rows]  # of block i of queries in entry i
 
     def overlap(self, rows: range, cols: range) -> bool:
         if self.kept is not None and cols.start // BLOCK not in self.kept[rows.start // BLOCK]:

@@ -15,8 +15,8 @@ class Options(NamedTuple):
     blocks: Tensor | None = None  # (2 n or more, 4 + n) int32: the blocks to compute, from block_lists.listed
     causal: bool = False  # query i sees only the keys up to i + seq_k - seq_q
     window: int = 0  # a query sees only the last `window` of these keys; 0 for all
-    scale: float = 1.0
-    dropout_p: float = 0.0
+    scale: float = 1.0  # factor of the scores
+    dropout_p: float = 0.0  # share of the probabilities that is dropped
 
     @property
     def masks(self) -> tuple[bool, bool, bool]:
@@ -25,5 +25,5 @@ class Options(NamedTuple):
 
     @property
     def factors(self) -> tuple[float, int, float]:
-        """scale, threshold and keep_scale of the kernels."""
+        """scale, threshold (see dropout.threshold) and keep_scale of the kernels."""
         return self.scale, threshold(self.dropout_p), 1 / (1 - self.dropout_p)

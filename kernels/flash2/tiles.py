@@ -1,15 +1,17 @@
 """Tile sizes, warps and stages of flash2's kernels: the table tiles.json and the rules that read it.
 
-`python -m bench.tune` writes the table. Its rows are keyed by architecture ("sm_90" is Hopper), head size, mask
-("causal", "full", "dropout"; for hopper also "window" and "documents") and the longest sequence (null: no limit).
+`python -m bench.tune` writes the rows of "plain" and "hopper". max_seq_len is their longest sequence (null: no limit).
 
-- plain: tuned tiles of the plain Triton kernels, for head sizes padded to a power of two.
-- compiled: tiles of the plain kernels for AMD GPUs without tuned rows. `python -m bench.amd search=true` chose
-  them by their machine code.
-- conservative: tiles for everything else. They fit in 96 KiB of shared memory (64 KiB on AMD), because a program has
-  99 KiB on the RTX 3090, 4090 and 5090 (sm_86, sm_89, sm_120). An A100 has 163 KiB, Hopper and Blackwell 227 KiB.
-  tests/kernels/cards.py compiles them for these GPUs: no kernel spills more than 160 bytes of registers per thread.
-- hopper: settings of the warp-specialised kernels of sm_90. A missing row means that the plain kernels are faster.
+- plain: tuned tiles of the plain Triton kernels, by architecture ("sm_90" is Hopper), head size padded to a power of
+  two, mask ("causal", "full", "dropout") and max_seq_len.
+- compiled: tiles of the plain kernels for AMD GPUs without tuned rows, by architecture and padded head size.
+  `python -m bench.amd search=true` chose them by their machine code.
+- conservative: tiles for everything else, by padded head size. They fit in 96 KiB of shared memory (64 KiB on AMD),
+  because a program has 99 KiB on the RTX 3090, 4090 and 5090 (sm_86, sm_89, sm_120). An A100 has 163 KiB, Hopper and
+  Blackwell 227 KiB. tests/kernels/cards.py compiles them for these GPUs: no kernel spills more than 160 bytes of
+  registers per thread.
+- hopper: settings of the warp-specialised kernels of sm_90 by pass, head size, mask (also "window" and "documents") and
+  max_seq_len. A missing row means that the plain kernels are faster.
 """
 
 import json
@@ -73,7 +75,9 @@ class HopperBackwardConfig(NamedTuple):
 
     @property
     def compiler_options(self) -> dict[str, int]:
-        """Warps and registers. All warps start with equal shares of the registers, in multiples of 8."""
+        """Warps and registers. All warps start with equal shares of a multiprocessor's 65536 registers, in multiples of
+        8 for a thread, which has 255 at most.
+        """
         registers = 65536 // (self.resident * (self.warps + 4) * 32) // 8 * 8
         return {"num_warps": self.warps, "maxnreg": min(registers, 248)}
 
@@ -88,7 +92,10 @@ def in_halves(queries: int, head_dim: int) -> bool:
 
 
 def without_dq(config: HopperBackwardConfig, head_dim: int) -> HopperBackwardConfig:
-    """Return the settings of a backward that leaves dQ to the plain kernel. Tiles in halves exist only for dQ."""
+    """Return the settings of a backward that leaves dQ to the plain kernel.
+
+    Tiles in halves pay only for dQ (see main_loop.py). Smaller tiles replace them.
+    """
     if in_halves(config.queries, head_dim):
         return HopperBackwardConfig(queries=64, keys=64, warps=4, stages=2, resident=2, fused=False)
     return config._replace(fused=False)
