@@ -17,7 +17,7 @@ from kernels.common.rounding import to
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
-LOWEST: tl.constexpr = tl.constexpr(-1e30)  # below any logit; with -inf the first step would be inf - inf
+LOWEST: tl.constexpr = tl.constexpr(-1e30)  # below any logit; with -inf, padding alone would give -inf - -inf = NaN
 LONGEST_BLOCK, WARPS = 8192, 32  # one row per multiprocessor: with more, the second walk misses the L2 cache
 
 
@@ -33,7 +33,7 @@ def _load(p_row, o_x, vocab_size, padded, MASKED: tl.constexpr):
 
 @triton.jit
 def _accumulate(m, l, b_x):
-    """Add b_x [N / 8, 8] to the running maximum m and the running sum of exponentials l, both [N / 8]."""
+    """Add b_x [N / 8, 8] to the running maximum m (natural) and the running sum of exponentials l, both [N / 8]."""
     m_new = tl.maximum(m, tl.max(b_x, 1))
     b_p = tl.exp2((b_x - m_new[:, None]) * LOG2_E)
     return m_new, l * tl.exp2((m - m_new) * LOG2_E) + tl.sum(b_p, 1)

@@ -113,7 +113,8 @@ def backward_kernel(
 ):  # fmt: skip
     """Run Algorithm 4 for one key/value head and the query heads of its group. Grid: B * heads / groups.
 
-    The caller fills dq (B, seq_q, heads, HEAD_DIM) fp32 with 0. dq has the strides of out, and dv those of dk.
+    l and m are forward_kernel's, and out is rounded to q's dtype. The caller fills dq (B, seq_q, heads, HEAD_DIM) fp32
+    with 0. dq has the strides of out, and dv those of dk.
     """
     kv_heads = heads // groups
     batch, kv_head = tl.program_id(0) // kv_heads, tl.program_id(0) % kv_heads

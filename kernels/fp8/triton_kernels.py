@@ -17,7 +17,8 @@ from kernels.fp8.definition import E4M3, E5M2
 from kernels.gelu.triton_kernels import gelu_and_slope
 
 QUANTISE, GELU, GRADIENT = (64, 128, 4), (64, 64, 4), (128, 32, 4)  # M, N, warps: the fastest of 30 on an H100
-LIMITS = {E4M3: (448.0, 2.0**-10), E5M2: (57344.0, 2.0**-17)}  # largest number; numbers up to the second become zero
+# The largest number, and half of the smallest one: numbers up to this half become zero.
+LIMITS = {E4M3: (448.0, 2.0**-10), E5M2: (57344.0, 2.0**-17)}
 
 
 @triton.jit
@@ -32,6 +33,7 @@ def _places(rows, columns, M: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def _scaled(x, inverse, LIMIT: tl.constexpr):
+    """Return x * inverse in fp32, limited to the range of the format. NaN stays NaN."""
     return tl.clamp(x.to(tl.float32) * inverse, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -56,7 +58,10 @@ def _store_transposed(x, scale, transposed, o_m, o_n, rows, columns, LIMIT: tl.c
 
 @triton.jit
 def _observe(x, scale, statistics, rows, columns, TINY: tl.constexpr):
-    """Add a tile x [M, N] to the statistics. Elements outside the matrix are 0."""
+    """Add a tile x [M, N] to the statistics. Elements outside the matrix are 0. Program 0 counts the tensor.
+
+    Atomic additions have no fixed order, so the last bits of the share that underflows may differ from run to run.
+    """
     sizes = tl.abs(x.to(tl.float32))
     lost = (sizes <= TINY * tl.load(scale)) & (sizes != 0)
     tl.atomic_max(statistics, tl.max(sizes), sem="relaxed")

@@ -18,9 +18,9 @@ SCORES = 4096  # of a program, unless one row is longer
 
 @triton.jit
 def _position(rows, heads, seq_q, M: tl.constexpr):
-    """Return of the program's rows [M] the number in 64 bits, bh = batch * heads + head, and the query."""
+    """Return the numbers of the program's rows [M] in 64 bits, their bh = batch * heads + head, and their queries."""
     row = tl.cast(tl.program_id(0), tl.int64) * M + tl.arange(0, M)
-    row = tl.minimum(row, rows - 1)  # the last program may repeat the last row
+    row = tl.minimum(row, rows - 1)  # the last program may repeat the last row, with the same result
     bh = row // seq_q
     return row, bh, (row % seq_q).to(tl.int32)
 

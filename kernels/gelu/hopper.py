@@ -34,11 +34,13 @@ from kernels.hopper.product import (
 
 @gluon.jit
 def _reciprocal(x):
+    """Return 1 / x in one instruction, with an error in the last bit. x is at least 1; infinity gives 0."""
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
 
 
 @gluon.jit
 def _gelu(v):
+    """Return GELU and its slope in fp32, as triton_kernels.gelu_and_slope does."""
     squares = v * v
     s = _reciprocal(1 + gl.exp2(v * (SLOPE * MINUS_LOG2_E + CUBIC * MINUS_LOG2_E * squares)))
     out = v * s

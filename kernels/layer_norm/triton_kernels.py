@@ -1,8 +1,8 @@
 """LayerNorm of a residual stream and its gradient in Triton, at the bandwidth of HBM: each row is read once.
 
 Program p of P takes tiles p, p + P, p + 2 P, ..., each of M rows. In the backward pass it accumulates sums over its
-rows, and the programs' sums are added in a fixed order afterwards. Programs load two tiles ahead if three fit into
-shared memory. In the forward pass short rows have one program per tile.
+rows, and the programs' sums are added in a fixed order afterwards. Programs with several tiles load two tiles ahead if
+the tiles are small enough (see `stages`). In the forward pass short rows have one program per tile.
 
 M rows and N columns of a tile, N a power of two of at least `columns`. All matrices are (rows, columns) and dense.
 """
@@ -26,7 +26,8 @@ PER_THREAD = 32  # elements of a thread; twice this number in the forward pass
 # the fastest of about a hundred choices: widths of 768, 1024, 2048 and 2560 take 9, 2, 2 and 14 % more than a copy.
 FORWARD_ROWS, FORWARD_PROGRAMS, SHORT = 4, 4 * 132, 2048
 PROGRAMS = 2 * 132  # of the backward: on an H200 in 16 bits, within 2 % of the time of a copy
-STAGES, LARGEST_STAGE = 3, 3 * 8192  # bytes of three tiles, two of which fit into the shared memory of any GPU
+# Bytes of a stage: a tile of each of the backward's three tensors. Two stages fit into the shared memory of any GPU.
+STAGES, LARGEST_STAGE = 3, 3 * 8192
 
 
 @triton.jit
