@@ -9,6 +9,7 @@ from trainer.checkpoint.files import PARTIAL, REST, CheckpointError, State, read
 
 NAME = re.compile(r"step-(\d{8})(\.pt|\.before)?")
 BEFORE = ".before"  # suffix of a checkpoint folder that is about to be replaced
+UNFINISHED = re.compile(rf"(step-\d{{8}}|best)(\.\w+)*\{PARTIAL}")
 PARTS = "*.safetensors"
 
 
@@ -62,11 +63,21 @@ def newest_complete_after(folder: Path, step: int) -> Path | None:
 
 
 def outdated(folder: Path, step: int, keep: int) -> list[Path]:
-    """Return what the complete checkpoint of `step` makes outdated, and what killed runs left half-written."""
-    replaced = [path for path in folder.glob(f"*{BEFORE}") if path.with_suffix("").exists()]
-    found = [path for path in checkpoints_in(folder) if step_of(path) <= step and path not in replaced]
+    """Return what the complete checkpoint of `step` makes outdated, and what killed runs left half-written.
+
+    Other files in the folder may be the user's.
+    """
+    checkpoints = checkpoints_in(folder)
+    replaced = [path for path in checkpoints if path.suffix == BEFORE and path.with_suffix("").exists()]
+    found = [path for path in checkpoints if step_of(path) <= step and path not in replaced]
+    unfinished = [path for path in folder.glob(f"*{PARTIAL}") if UNFINISHED.fullmatch(path.name)]
     best = (folder / "best").resolve()  # a link to one of the folders
-    return [path for path in (*found[:-keep], *replaced, *folder.glob(f"*{PARTIAL}")) if path.resolve() != best]
+    return [path for path in (*found[:-keep], *replaced, *unfinished) if path.resolve() != best]
+
+
+def is_checkpoint_folder(path: Path) -> bool:
+    """Return whether a folder holds a checkpoint. One named `best` may also be a run of the user."""
+    return (path / REST).is_file()
 
 
 def read_checked(path: Path) -> State:

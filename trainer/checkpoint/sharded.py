@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from errors import first_line
 from trainer.checkpoint.background import KINDS, BackgroundStore, join_state
 from trainer.checkpoint.files import PARTIAL, REST, CheckpointError, State, remove, sync_folder, write_file
-from trainer.checkpoint.folder import BEFORE
+from trainer.checkpoint.folder import BEFORE, is_checkpoint_folder
 from trainer.checkpoint.single import refusal
 from trainer.distributed.world import local_part
 
@@ -95,7 +95,7 @@ class ShardedStore(BackgroundStore):
             new_link, best = self.folder / f"best{PARTIAL}", self.folder / "best"
             remove(new_link)
             new_link.symlink_to(path.name)
-            if not best.is_symlink():  # a copied run can hold a folder here, which os.replace does not replace
+            if not best.is_symlink() and is_checkpoint_folder(best):  # os.replace does not replace the copy of a link
                 remove(best)
             os.replace(new_link, best)
             sync_folder(self.folder)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from errors import assigned
 from trainer.checkpoint.files import CheckpointError, State, link, remove, write_file
-from trainer.checkpoint.folder import find, outdated
+from trainer.checkpoint.folder import find, is_checkpoint_folder, outdated
 
 
 class SingleFileStore:
@@ -46,7 +46,9 @@ class SingleFileStore:
                 raise refusal(path, error) from error
         if best:
             self._best = state["step"]
-            remove(self.folder / "best")  # a link, or the copy of a link, from a run with sharded weights
+            folder = self.folder / "best"  # a link, or the copy of a link, from a run with sharded weights
+            if folder.is_symlink() or is_checkpoint_folder(folder):
+                remove(folder)
         else:
             self.prune(state["step"])
 

@@ -168,7 +168,8 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_told_and_no_save_fails(tmp_
 def test_folders_go_as_files_do_and_the_one_that_best_links_to_stays(tmp_path):
     """The folders are checkpoints of a run with split weights, which continues with files."""
     checkpoints = SingleFileStore(tmp_path, keep=2)
-    for name in ("step-00000010", "step-00000020", "step-00000030", "step-00000035.partial", "step-9.old.partial"):
+    unfinished = "step-00000035.partial", "step-00000009.old.partial"
+    for name in ("step-00000010", "step-00000020", "step-00000030", *unfinished):
         (tmp_path / name).mkdir()
         (tmp_path / name / "part-00000.safetensors").write_bytes(b"")
     (tmp_path / "best").symlink_to("step-00000010")
@@ -190,8 +191,26 @@ def test_a_copy_of_a_run_has_a_folder_for_the_link_to_the_best_which_gives_way(t
     assert [path.name for path in tmp_path.iterdir()] == ["best.pt"]
     (tmp_path / "best.pt").unlink()
     best.mkdir()
+    (best / "rest.pt").write_bytes(b"")
     sharded(tmp_path)._name(partial_of(tmp_path, 6, b"new"), tmp_path / "step-00000006", is_best=True)
     assert best.is_symlink() and best.resolve() == tmp_path / "step-00000006"
+
+
+def test_files_of_the_user_beside_the_checkpoints_stay(tmp_path):
+    """The folder of checkpoints can be one that holds more, such as other runs, of which one is named best."""
+    names = "best/metrics.jsonl", "film.partial", "old.partial/a", "notes.before", "notes"
+    users = [tmp_path / name for name in names]
+    for path in users:
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    store = SingleFileStore(tmp_path, keep=1)
+    store.save(small(5), best=True)
+    store.save(small(6))
+    store.save(small(7))
+    assert all(path.exists() for path in users) and (tmp_path / "best.pt").exists()
+    with pytest.raises(OSError, match="directory"):  # a store with sharded weights needs the name
+        sharded(tmp_path)._name(partial_of(tmp_path, 8, b"new"), tmp_path / "step-00000008", is_best=True)
+    assert all(path.exists() for path in users)
 
 
 def test_a_kill_between_two_names_leaves_a_checkpoint(tmp_path, monkeypatch):
