@@ -110,6 +110,8 @@ class ProcessLauncher(Launcher):
         launcher, main = torchrun if self.nproc_per_node > 1 else [], sys.modules["__main__"]
         program = ["-m", main.__spec__.name] if main.__spec__ else [main.__file__]
         self.process = subprocess.Popen([sys.executable, *launcher, *program, *arguments])
+        if self.stopped_by:  # a signal that came before the job existed
+            self.process.terminate()
         status = self.process.wait()
         if status and not self.stopped_by:
             failed_jobs.append(name)

@@ -29,6 +29,9 @@ if os.environ.get("STAND_IN") and "hydra.mode=RUN" in sys.argv:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         os.kill(os.getppid(), signal.SIGTERM)
         time.sleep(60)
+    if job["prompt"] == "wait":
+        time.sleep(20)
+        open("ended", "w").close()
     if job["prompt"] == "SIGINT":
         os.kill(os.getppid(), signal.SIGINT)
         sys.exit(130)
@@ -108,6 +111,20 @@ def test_a_signal_ends_the_sweep_after_the_current_job(probe, name):
     sweep, jobs, _ = probe(f"prompt={name}", "seed=1,2", "-m")
     assert sweep.code == 128 + signal.Signals[name] and len(jobs) == 1
     assert sweep.err == f"{name}: the sweep ends; 1 of 2 jobs were not started\n"
+
+
+def test_a_signal_before_the_job_exists_ends_the_job_too(probe, tmp_path, monkeypatch):
+    """A SIGTERM between the line of a job and its process once waited for the end of the job."""
+    start = process_launcher.subprocess.Popen
+
+    def start_late(*arguments):
+        signal.raise_signal(signal.SIGTERM)
+        return start(*arguments)
+
+    monkeypatch.setattr(process_launcher.subprocess, "Popen", start_late)
+    sweep, *_ = probe("-m", "seed=1,2", "prompt=wait")
+    assert sweep.code == 128 + signal.SIGTERM and "1 of 2 jobs were not started" in sweep.err
+    assert not (tmp_path / "ended").exists()
 
 
 def test_a_sweep_prints_the_output_of_each_job_and_ends_with_its_report(workplace, in_process):
