@@ -11,7 +11,7 @@ from data.config import DataConfig
 from data.folders import LFS_POINTER
 from data.token_files import DTYPE, SPLITS, read_meta
 from data.tokenizers import vocab_size
-from errors import UserError
+from errors import UserError, assigned
 
 # The first bytes of files that would train as tokens of 16 bits but are not.
 FOREIGN = {
@@ -98,4 +98,5 @@ def _remedy(config: DataConfig, folder: Path) -> str:
         return "set data.dir to a folder of complete token files"
     source = " data.source=..." if config.name == "text" else ""
     delete = f"delete the files in {config.dir} and " if folder.is_dir() and any(folder.iterdir()) else ""
-    return f"{delete}run `python -m data.prepare data={config.name}{source} data.dir={config.dir}`, or set data.dir"
+    command = f"python -m data.prepare data={config.name}{source} {assigned('data.dir', config.dir)}"
+    return f"{delete}run `{command}`, or set data.dir"

@@ -129,7 +129,7 @@ class Watch:
         source = "" if weights else " checkpoint=... (no checkpoint from before the step is left)"
         function = self.state.config["attention"].get("function")  # only the command line can name code to import
         named = f" {assigned('function', function)}" if function else ""
-        return f"look at it with python replay.py record={path}{named}{source}"
+        return f"look at it with python replay.py {assigned('record', path)}{named}{source}"
 
 
 def read_record(path: Path) -> State:

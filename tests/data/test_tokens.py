@@ -268,3 +268,10 @@ def test_a_damaged_description_does_not_replace_a_good_one(corpus):
     with pytest.raises(UserError, match="unfinished/meta.json does not describe token files; delete it"):
         publish(corpus)
     assert (corpus / "meta.json").read_text() == good
+
+
+def test_the_command_of_the_remedy_works_in_a_folder_whose_name_has_a_space(tmp_path):
+    folder = tmp_path / "my tokens"
+    with pytest.raises(UserError) as refusal:
+        open_tokens(config_of(folder, name="wikitext-2"))
+    assert f"""run `python -m data.prepare data=wikitext-2 'data.dir="{folder}"'`""" in str(refusal.value)
