@@ -107,7 +107,7 @@ def queries_of(
 ):  # fmt: skip
     """Return first and end of the queries that see each key o_j: the inverse of keys_of.
 
-    documents are as there, because they require seq_q = seq_k.
+    documents is that of keys_of. Masks of documents require seq_q = seq_k.
     """
     first, end = o_j * 0, o_j * 0 + seq_q
     if DOCUMENTS:

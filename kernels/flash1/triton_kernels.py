@@ -114,7 +114,7 @@ def backward_kernel(
     """Run Algorithm 4 for one key/value head and the query heads of its group. Grid: B * heads / groups.
 
     l and m are forward_kernel's, and out is rounded to q's dtype. The caller fills dq (B, seq_q, heads, HEAD_DIM) fp32
-    with 0. dq has the strides of out, and dv those of dk.
+    with 0. dq has the strides of out, and dv has the strides of dk.
     """
     kv_heads = heads // groups
     batch, kv_head = tl.program_id(0) // kv_heads, tl.program_id(0) % kv_heads

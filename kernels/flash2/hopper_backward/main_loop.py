@@ -178,8 +178,9 @@ def _consumer(
     """Do the job of WARPS warps: keep dK and dV of one key tile in registers and loop over the query tiles that see it.
 
     Per query tile: compute dS^T and issue dV += P^T dO (tile.py), issue dQ = dS K and dK += dS^T Q, and hand dQ over
-    while dS^T Q runs. P^T and dS^T are operands in registers; dQ reads dS^T from shared memory. dK and dQ are without
-    the scale, and with dropout all three are without 1 / (1 - p): _write and finish_kernel multiply once, at the end.
+    while dS^T Q runs. P^T and dS^T are operands in registers; dQ reads dS^T from shared memory. dK and dQ lack
+    the scale here. With dropout, dK, dV and dQ lack the factor 1 / (1 - p). _write and finish_kernel multiply by both
+    once, at the end.
     """
     heads, groups, seq_q, seq_k = shape
     numbers, threshold, keep_scale = dropout
@@ -196,7 +197,7 @@ def _consumer(
     IN_PRODUCTS: gl.constexpr = stats_s.dtype == gl.bfloat16
     # Heads of 80 with a causal mask or none have tiles of 128 queries, computed in two halves except for dQ. Each
     # warpgroup then has 64 rows and all columns of dQ. With 64 queries, each warpgroup would have all rows and half of
-    # the columns, and both would read all of dS. With 64 queries and 64 keys, twice as much would be added to dQ.
+    # the columns, and both would read all of dS. With tiles of 64 keys, twice as many would add to dQ.
     IN_HALVES: gl.constexpr = FUSED and _in_halves(M, D0 + D1) and not DROPOUT
     WM: gl.constexpr = rows_of_warps(M, WARPS)
     WN: gl.constexpr = WARPS // WM

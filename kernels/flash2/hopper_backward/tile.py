@@ -91,8 +91,10 @@ def whole_tile(
     The statistics are in stats_s from `row` on. S and dP are issued before the exponential, which hides under dP. With
     one warpgroup, dS hides under P^T dO. Two warpgroups issue P^T dO after dS is stored (LATE), as FlashAttention-3
     does, so that exponentials and dS overlap and fit in the registers. Statistics IN_PRODUCTS take no registers and do
-    without this. ones: what ones_at returns for logsumexp and delta. dropout: pointers to the numbers of the keys [N],
-    their mask, and the threshold.
+    not need this order.
+
+    ones: the results of ones_at for logsumexp and delta. dropout: pointers to the numbers of the keys [N], their mask,
+    and the threshold.
     """
     k0, k1, v0, v1 = keys  # [N, D]
     q0, q1, do0, do1 = queries  # [M, D]

@@ -1,8 +1,8 @@
 """Warp-specialised attention forward for Hopper, in Gluon: the scheme of FlashAttention-3.
 
 Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision" (2024), Algorithms 1 and
-2. kernels/hopper/__init__.py explains Gluon. One program stays on each multiprocessor and walks over tiles of queries
-(with documents, host.py may start a program for each tile instead):
+2. kernels/hopper/__init__.py explains Gluon. One program stays on each multiprocessor and walks over tiles of queries.
+With documents, host.py may start a program for each tile instead. A program has these warps:
 
 - The producer warp copies Q, K and V into rings in shared memory by TMA.
 - Each of two or three consumer warpgroups owns 64 rows of a tile. It issues S = Q K^T of one block of keys before P V

@@ -5,8 +5,8 @@ parts of x. `it` is the number of key blocks before this tile in all tiles of th
 is in slot (it + j) % STAGES of the rings, V of the same block in the next slot. The n-th tile's Q of consumer C is in
 slot n % 2 * CONSUMERS + C of Q's ring.
 
-The tuple rings has the slots of Q, K and V in shared memory and their barriers: q_full and q_empty of Q's slots, full
-and empty of a slot of K and V.
+The tuple rings has the slots of Q, K and V in shared memory and the barriers of the slots. q_full and q_empty are the
+barriers of Q's slots. full and empty are the barriers of the slots of K and V.
 
 Other tuples: shape is (batches, heads, seq_q, seq_k, section), band is (documents, window), and dropout is (numbers,
 threshold, keep_scale). count_blocks returns counts, and visible_keys returns seen.
@@ -128,8 +128,8 @@ def _walk(
 ):  # fmt: skip
     """Compute the key blocks 1 to `own` of a tile: S of each block, and P V of the block before.
 
-    p [64, N], m [64] and l [64, 4] come from block 0, and are returned for the last block, whose P V is still to do. O
-    is returned without this P V and without the division by l.
+    p [64, N], m [64] and l [64, 4] come from block 0. The returned p, m and l are those after the last block. The
+    returned O lacks P V of the last block, and the division by l.
     """
     _q_slots, k_slots, v_slots, _q_full, _q_empty, full, empty = rings
     EACH: gl.constexpr = _each(D0, CONSUMERS)
