@@ -33,7 +33,7 @@ def candidates(source: str | Path) -> list[Path]:
     source = Path(source)
     if source.name == REST:
         source = source.parent
-    if source.is_file() or (source / REST).is_file() or (source.is_dir() and NAME.fullmatch(source.name)):
+    if source.is_file() or is_checkpoint_folder(source) or (source.is_dir() and NAME.fullmatch(source.name)):
         return [source]
     for folder in (source, source / "checkpoints"):
         if found := [*checkpoints_in(folder)[::-1], *folder.glob("best.pt")]:
