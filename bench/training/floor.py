@@ -6,7 +6,7 @@ products slower than the same products between kernels that draw less power.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -60,11 +60,14 @@ def products(cell: TrainingCell, batch: int, device: str) -> Callable[[], None]:
 
 
 def fastest(shape: AttentionShape, variants: dict[str, Attention], gpu: Gpu) -> str:
-    """Return the name of the variant with the fastest forward and backward together."""
+    """Return the variant with the fastest forward and backward together. Print which variants fail, and why."""
     data, times = draw_inputs(shape, gpu.device), {}
     for name, attend in variants.items():
-        with suppress(ValueError, RuntimeError):  # of a variant that does not support the shape
+        failure = {}
+        with recorded([failure], gpu):  # A variant may not support the shape, or its library may not load.
             [times[name]] = median_milliseconds([bind(name, attend, shape, data).call("both")], gpu, rounds=3)
+        if failure:
+            print(f"  floor without {name}: {failure.get('message', 'out of memory')}", flush=True)
     return min(times, key=times.get)
 
 

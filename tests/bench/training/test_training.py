@@ -259,13 +259,18 @@ def test_a_file_that_is_not_nanogpts_is_refused(tmp_path, text, sentence):
         compare.run(TrainingSettings(nanogpt=file))
 
 
-def test_the_floor_is_all_matrix_products_and_the_fastest_attention(cell, monkeypatch):
+def test_the_floor_is_all_matrix_products_and_the_fastest_attention(cell, monkeypatch, capsys):
     """The count is 6 FLOPs per weight and token, for 2 layers of 12 x 32^2 weights and the head."""
     with FlopCounterMode(display=False) as counter:
         floor.products(cell, 2, "cpu")()
     assert counter.get_total_flops() == 6 * 2 * 16 * (2 * 12 * 32**2 + trainers.PADDED * 32)
-    variants = {"slow": lambda *given, **options: flash2(*given, **options), "flash2": flash2}
+
+    def broken(*given, **options):
+        raise OSError("libcudart.so.12: cannot open shared object file")
+
+    variants = {"slow": lambda *given, **options: flash2(*given, **options), "broken": broken, "flash2": flash2}
     parts = floor.floor_finalists(cell, 2, variants, Stopwatch([9.0] * 4 + [1.0] * 4))  # four times of each variant
+    assert capsys.readouterr().out == "  floor without broken: libcudart.so.12: cannot open shared object file\n"
     calls = []
     monkeypatch.setitem(variants, "flash2", lambda *given, **options: calls.append(1) or flash2(*given, **options))
     with parts["attention"].job.alone():
