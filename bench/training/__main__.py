@@ -2,13 +2,14 @@
 
 Each trainer first runs alone at the cell's micro-batches, from the smallest until the speed falls or memory runs out.
 Then all trainers of the cell are timed in turn in one process, each at its best micro-batch and alone in the GPU's
-memory. A cell is a model at a context length. The floor is the model's matrix products and the fastest attention alone.
+memory. The file has all rows; "best" marks those timed in turn, and tables show only these. A cell is a model at a
+context length. The floor is the model's matrix products and the fastest attention alone.
 
 Example: python -m bench.training cells=[gpt2_1k] nanogpt=path/to/nanoGPT/model.py breakdown=true
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -108,7 +109,7 @@ class TrainingSettings:
 
 
 def run(settings: TrainingSettings) -> None:
-    """Measure the cells and write the results after each."""
+    """Measure the cells. Write all rows again after each trainer, so that an interruption loses little."""
     builders = load_builders(settings)
     if not torch.cuda.is_available():
         raise UserError("bench.training finds no GPU; run it on a machine with a GPU")
@@ -119,15 +120,18 @@ def run(settings: TrainingSettings) -> None:
     where, rows, gpu = environment(), [], Gpu()
     until = time.monotonic() + settings.budget_seconds
     gpu.wake()
+    if out:
+        print(f"the rows are written to {out} after each trainer")
     for cell in chosen_cells(settings):
         if time.monotonic() > until:
             print(f"budget_seconds={settings.budget_seconds:g} is used up; skipped: {cell.name}")
             continue
         print(cell.name, flush=True)
-        new = measure(cell, settings, builders, gpu)
-        rows += [row | {"commit": where["commit"]} for row in new]
-        if out:
-            write(out, {"environment": where, "rows": rows})
+        for measured in measure(cell, settings, builders, gpu):
+            new = [row | {"commit": where["commit"]} for row in measured]
+            if out:
+                write(out, {"environment": where, "rows": rows + new})
+        rows += new
     show(rows)
     if out:
         print(f"written to {out}")
@@ -172,14 +176,15 @@ def obstacle(trainer: Trainer, nanogpt_file: Path | None) -> str | None:
 
 def measure(
     cell: TrainingCell, settings: TrainingSettings, builders: dict[str, Callable[..., Job]], gpu: Gpu
-) -> list[dict]:
-    """Return the rows of a cell."""
+) -> Iterator[list[dict]]:
+    """Yield the cell's rows so far after each trainer's search, and all rows at the end."""
     rows, finalists = [], []
     for trainer in chosen_trainers(settings, cell):
         new, best = search(cell, trainer, partial(builders[trainer.name], cell, trainer, gpu.device), gpu)
         rows += new
         finalists += [best] if best else []
-    parts = floor_parts(cell, rows, gpu)
+        yield rows
+    parts = floor_parts(cell, finalists, gpu)
     alternate(cell, [*finalists, *parts.values()], settings.rounds, gpu)
     for finalist in (*finalists, *parts.values()):
         if finalist.row["status"] != "ok":
@@ -189,7 +194,7 @@ def measure(
     finalists.clear()
     torch._dynamo.reset()
     gpu.release()
-    return rows + ([floor_row(cell, parts)] if parts else [])
+    yield rows + ([floor_row(cell, parts)] if parts else [])
 
 
 def add_breakdown(finalist: Finalist, gpu: Gpu) -> None:
@@ -201,9 +206,9 @@ def add_breakdown(finalist: Finalist, gpu: Gpu) -> None:
         print(f"  no breakdown of {finalist.row['trainer']}: {failure.get('message', 'out of memory')}")
 
 
-def floor_parts(cell: TrainingCell, rows: list[dict], gpu: Gpu) -> dict[str, Finalist]:
+def floor_parts(cell: TrainingCell, finalists: list[Finalist], gpu: Gpu) -> dict[str, Finalist]:
     """Return the parts of the floor at our best micro-batch, if there is one."""
-    batch = next((row["batch_size"] for row in rows if row["best"] and row["trainer"] == "ours"), None)
+    batch = next((best.row["batch_size"] for best in finalists if best.row["trainer"] == "ours"), None)
     if batch is None or cell.context_length > LONGEST_FLOOR:
         return {}
     fused = {name: attend for name, attend in available().items() if name not in ("naive", "flex")}

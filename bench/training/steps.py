@@ -85,7 +85,7 @@ def steps_of(ms: float) -> int:
 def search(
     cell: TrainingCell, trainer: Trainer, build: Callable[[], Job], gpu: Gpu
 ) -> tuple[list[dict], Finalist | None]:
-    """Try the micro-batches in order until the speed falls or memory runs out. Return all rows and the best.
+    """Try the micro-batches in order until the speed falls or memory runs out. Return all rows and the finalist.
 
     Print a line for each micro-batch, because each may compile for minutes.
     """
@@ -99,8 +99,6 @@ def search(
         if row["status"] != "ok" or (best and row["tokens_per_second"] <= best.row["tokens_per_second"]):
             break
         best = Finalist(row, job, steps)
-    if best:
-        best.row["best"] = True
     if job:
         job.park()
     gpu.release()
@@ -108,7 +106,10 @@ def search(
 
 
 def alternate(cell: TrainingCell, finalists: list[Finalist], rounds: int, gpu: Gpu) -> None:
-    """Take one sample of each finalist per round, and complete the rows with the medians."""
+    """Take one sample of each finalist per round, complete the rows with the medians, and mark them as best.
+
+    Rows of an interrupted run are therefore not marked: their speeds come from the search, not from turns.
+    """
     timed = [finalist for finalist in finalists if finalist.steps]
     for finalist in timed * rounds:
         if finalist.row["status"] == "ok":
@@ -117,7 +118,8 @@ def alternate(cell: TrainingCell, finalists: list[Finalist], rounds: int, gpu: G
                 step()  # The first step after resume() does not use CUDA graphs.
                 finalist.samples.append(gpu.milliseconds(step, finalist.steps, spin_ms=0))
             gpu.release()
-    for finalist in timed:
-        if finalist.row["status"] == "ok":
+    for finalist in finalists:
+        finalist.row["best"] = True
+        if finalist.samples and finalist.row["status"] == "ok":
             complete(finalist.row, cell, statistics.median(finalist.samples))
             finalist.row["samples"] = finalist.samples

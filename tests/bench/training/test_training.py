@@ -120,8 +120,10 @@ def test_the_search_ends_when_the_speed_falls(cell):
     rows, best = steps.search(cell, EAGER["ours"], lambda: job, gpu)
     assert [row["tokens_per_second"] for row in rows] == pytest.approx([1600, 3200, 1280])
     assert [row["first_step_s"] for row in rows] == [9, 8, 7]
-    assert [row["best"] for row in rows] == [False, True, False]
     assert best.row is rows[1] and best.steps == steps.MOST_STEPS and job.log[-1] == "park"
+    assert not any(row["best"] for row in rows), "an interrupted run has no best rows"
+    steps.alternate(cell, [best], rounds=1, gpu=Stopwatch([20.0]))
+    assert [row["best"] for row in rows] == [False, True, False] and rows[1]["ms"] == 20
 
 
 def test_peak_memory_is_of_the_second_step_which_has_moments(cell):
@@ -408,23 +410,27 @@ def test_micro_batches_are_tried_in_ascending_order():
     assert cell.batches == (32, 64)
 
 
-def test_cells_before_an_interruption_are_written(tmp_path, monkeypatch):
+def test_rows_before_an_interruption_are_written(tmp_path, monkeypatch):
+    """The first cell is complete. The second is interrupted at its second trainer."""
     monkeypatch.setattr(compare, "Gpu", Cpu)
     monkeypatch.setattr(compare, "environment", lambda: {"commit": "e"})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
 
-    def measure(cell, settings, builders, gpu):
-        if cell.context_length == 8192:
+    def search(cell, trainer, build, gpu):
+        if (cell.context_length, trainer.attention) == (8192, "sdpa"):
             raise KeyboardInterrupt
-        return [steps.empty_row(cell, EAGER["ours"], 1) | {"status": "ok", "best": False}]
+        row = steps.empty_row(cell, trainer, 1) | {"status": "ok", "tokens_per_second": 1.0}
+        return [row], steps.Finalist(row, Job(), 0)
 
-    monkeypatch.setattr(compare, "measure", measure)
+    monkeypatch.setattr(compare, "search", search)
+    monkeypatch.setattr(compare, "floor_parts", lambda cell, finalists, gpu: {})
     out = tmp_path / "training.json"
+    trainers = ["ours:flash2", "ours:sdpa"]
     with pytest.raises(KeyboardInterrupt):
-        compare.run(TrainingSettings(cells=["gpt2_1k", "gpt2_8k"], out=out))
-    rows = json.loads(out.read_text())["rows"]
-    assert [(row["context_length"], row["commit"]) for row in rows] == [(1024, "e")]
+        compare.run(TrainingSettings(cells=["gpt2_1k", "gpt2_8k"], trainers=trainers, out=out))
+    rows = [(r["context_length"], r["attention"], r["best"], r["commit"]) for r in json.loads(out.read_text())["rows"]]
+    assert rows == [(1024, "flash2", True, "e"), (1024, "sdpa", True, "e"), (8192, "flash2", False, "e")]
 
 
 def test_rows_are_shown_with_and_without_a_breakdown(cell, capsys):
