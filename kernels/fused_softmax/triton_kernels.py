@@ -17,7 +17,7 @@ SCORES = 4096  # of a program, unless one row is longer
 
 
 @triton.jit
-def _position(rows, heads, seq_q, M: tl.constexpr):
+def _position(rows, seq_q, M: tl.constexpr):
     """Return the numbers of the program's rows [M] in 64 bits, their bh = batch * heads + head, and their queries."""
     row = tl.cast(tl.program_id(0), tl.int64) * M + tl.arange(0, M)
     row = tl.minimum(row, rows - 1)  # the last program may repeat the last row, with the same result
@@ -46,7 +46,7 @@ def softmax_kernel(
 
     Grid: cdiv(B * heads * seq_q, M).
     """
-    row, bh, o_i = _position(rows, heads, seq_q, M)
+    row, bh, o_i = _position(rows, seq_q, M)
     o_j = tl.arange(0, N)
     first, end = keys_of(o_i, documents, bh // heads, seq_k - seq_q, seq_q, seq_k, 0, CAUSAL, False, DOCUMENTS)
     visible = (o_j[None, :] >= first[:, None]) & (o_j[None, :] < end[:, None])
@@ -72,7 +72,7 @@ def softmax_gradient_kernel(
     UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Compute dscores = scale P o (dP - rowsum(P o dP)), dP = dropout(dkept). Grid: as softmax_kernel."""
-    row, bh, o_i = _position(rows, heads, seq_q, M)
+    row, bh, o_i = _position(rows, seq_q, M)
     o_j = tl.arange(0, N)
     first, end = keys_of(o_i, documents, bh // heads, seq_k - seq_q, seq_q, seq_k, 0, CAUSAL, False, DOCUMENTS)
     visible = (o_j[None, :] >= first[:, None]) & (o_j[None, :] < end[:, None])
