@@ -68,7 +68,7 @@ def uses_tma(*inputs: Tensor) -> bool:
     They do on sm_90 for 16-bit inputs if addresses and strides are multiples of 16 bytes and no stride is zero. TMA was
     not measured on other architectures.
     """
-    return are_aligned(*inputs) and fits_tma(inputs[0].device, inputs[0].dtype, strides(*inputs))
+    return are_aligned(*inputs) and fits_tma(arch_of(inputs[0].device), inputs[0].dtype, strides(*inputs))
 
 
 def are_aligned(*inputs: Tensor) -> bool:
@@ -77,10 +77,10 @@ def are_aligned(*inputs: Tensor) -> bool:
 
 
 @cache
-def fits_tma(device: torch.device, dtype: torch.dtype, strides: tuple[int, ...]) -> bool:
+def fits_tma(arch: str, dtype: torch.dtype, strides: tuple[int, ...]) -> bool:
     """Return the part of uses_tma that does not depend on addresses; `strides` leave out the last one, which is 1."""
     multiples = all(stride > 0 and stride % 8 == 0 for stride in strides)
-    return arch_of(device) == "sm_90" and dtype.itemsize == 2 and multiples
+    return arch == "sm_90" and dtype.itemsize == 2 and multiples
 
 
 @cache

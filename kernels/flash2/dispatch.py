@@ -54,7 +54,7 @@ def explain(
 ) -> str:  # fmt: skip
     """Return one line that says what flash2 launches for contiguous inputs of this kind on an architecture."""
     tiles = plain_tiles_for(arch, head_dim, dtype, causal, seq_len, dropout_p > 0)
-    loads = "TMA" if arch == "sm_90" and dtype != torch.float32 else "pointers"
+    loads = "TMA" if fits_tma(arch, dtype, (head_dim,)) else "pointers"  # the other strides are multiples of head_dim
     parts = {
         name: f"{t.queries}x{t.keys} in {t.warps} warps and {t.stages} stages" for name, t in tiles._asdict().items()
     }
@@ -116,7 +116,7 @@ def _plan_forward(
     (batch, seq_q, heads, head_dim), seq_k = q_shape, k_shape[1]
     options = Options(None, documents or None, blocks or None, *options)
     in_strides = q_stride[:3] + k_stride[:3] + v_stride[:3]
-    tma = aligned and fits_tma(device, dtype, in_strides)
+    tma = aligned and fits_tma(arch_of(device), dtype, in_strides)
     config = _choose("forward", given, device, dtype, head_dim, seq_k, options, tma)
     if isinstance(config, HopperForwardConfig):
         return config, tma, 0, (), ()

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kernels.common import launching
 from kernels.flash2 import dispatch, tiles
 from kernels.flash2.options import Options
 
@@ -41,6 +42,20 @@ def test_the_warp_specialised_kernels_run_only_on_supported_inputs(arch, head_di
         if options is WHOLE:
             line = dispatch.explain(head_dim, dtype, True, 1024, arch)
             assert f"{pass_} by {'warp-specialised Gluon' if specialised else 'plain Triton'}" in line
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("head_dim", [16, 20, 24, 36, 40, 72, 250, 256])
+def test_the_explained_loads_are_those_of_the_kernels(head_dim, arch, dtype, monkeypatch):
+    """Rows of 20 16-bit numbers have 40 bytes, which TMA cannot read. They were once explained as loads by TMA."""
+    monkeypatch.setattr(launching, "arch_of", lambda device: arch)
+    contiguous = torch.empty(2, 8, 3, head_dim, dtype=dtype)
+    packed = torch.empty(2, 8, 3, 3, head_dim, dtype=dtype).unbind(2)  # as the model's layers pass them
+    line = dispatch.explain(head_dim, dtype, True, 1024, arch)
+    for inputs in ([contiguous] * 3, packed):
+        loads = "TMA" if launching.uses_tma(*inputs) else "pointers"
+        assert line.count(f"by plain Triton, {loads}, ") == 2
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
