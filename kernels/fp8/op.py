@@ -125,7 +125,7 @@ def linear(
     multiples of 16. `scaled` has the scales and statistics of x, of the weight, and of the gradient of the result. The
     forward pass adds to the first two statistics, and the backward pass to the last.
     """
-    return apply_to_rows(_Linear, x, (weight, bias), residual, scaled)
+    return apply_to_rows(_Linear, x, (weight.contiguous(), bias.contiguous()), residual, scaled)
 
 
 def gelu_mlp(
@@ -137,4 +137,5 @@ def gelu_mlp(
     `scaled` is of the first layer and `out_scaled` of the second, as in `linear`. The backward pass
     computes GELU's result again, in the kernel that computes GELU's gradient.
     """
-    return apply_to_rows(_GeluMLP, x, (weight, bias, out_weight, out_bias), residual, scaled, out_scaled)
+    parameters = tuple([parameter.contiguous() for parameter in (weight, bias, out_weight, out_bias)])
+    return apply_to_rows(_GeluMLP, x, parameters, residual, scaled, out_scaled)

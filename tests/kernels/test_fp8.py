@@ -1,6 +1,7 @@
 """FP8 layers against fp64, and the Triton kernels against the definition. Without a GPU they run in the interpreter."""
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, library
 
 from kernels import fp8
+from kernels.common import registering
 from kernels.fp8 import Scaled, definition, triton_kernels
 from kernels.fp8.definition import E4M3, E5M2
 from tests.kernels.accuracy import is_rounded
@@ -155,6 +157,25 @@ def test_two_forward_passes_can_come_before_their_backward_passes(layer, sizes, 
     gradients = [torch.autograd.grad(out, inputs) for out in (first, second)]
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
     assert all(of_gradient.statistics[2] == 2 for _, _, of_gradient in scales)
+
+
+@needs_fp8
+@pytest.mark.parametrize(("layer", "sizes"), [(linear, (16, 32)), (gelu_mlp, (16, 32, 16))])
+def test_weights_and_biases_may_have_any_strides(layer, sizes, monkeypatch):
+    """The kernels read dense parameters. They once read a strided weight as another matrix."""
+    if DEVICE == "cpu":
+        interpreted = {name: getattr(triton_kernels, name) for name in ("quantise", "gelu", "gelu_gradient")}
+        implementation = SimpleNamespace(**interpreted, product=definition.product)
+        monkeypatch.setattr(registering, "implementation", lambda *of: implementation)
+    x, *parameters, residual = inputs_of(*sizes)
+    strided = [torch.stack([p, p], -1).detach()[..., 0].requires_grad_() for p in parameters]
+    results = []
+    for given in (parameters, strided):
+        inputs = [x, *given, residual]
+        out = layer(*inputs)
+        results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+    assert not any(p.is_contiguous() for p in strided)
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
 @needs_fp8
