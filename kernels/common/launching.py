@@ -62,6 +62,11 @@ def arch_of(device: torch.device) -> str:
     return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
 
 
+def most_warps(arch: str) -> int:
+    """Return how many warps a program may have: 1,024 threads, with 64 in a warp on AMD's CDNA and 32 on NVIDIA."""
+    return 16 if arch.startswith("gfx") else 32
+
+
 def uses_tma(*inputs: Tensor) -> bool:
     """Return whether the kernels read (batch, length, heads, head_dim) inputs through TMA, Hopper's copy engine.
 

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.common.launching import arch_of, most_warps
 from kernels.common.rounding import to
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -84,11 +85,16 @@ def cross_entropy_kernel(
             tl.store(p_row + start + o_n, to(b_g, logits.dtype.element_ty, UPCAST), mask=start + o_n < padded)
 
 
+def warps_of(block: int, arch: str) -> int:
+    """Return the warps of cross_entropy_kernel for N = block."""
+    return min(max(block * WARPS // LONGEST_BLOCK, 1), most_warps(arch))
+
+
 def cross_entropy_(logits: Tensor, targets: Tensor, vocab_size: int, gradient: bool) -> Tensor:
     """Compute definition.cross_entropy_, for logits with dense rows."""
     losses = torch.empty(len(logits), device=logits.device)
     block = min(triton.next_power_of_2(logits.shape[1]), LONGEST_BLOCK)
-    warps = max(block * WARPS // LONGEST_BLOCK, 1)
+    warps = warps_of(block, arch_of(logits.device))
     arguments = logits, targets, losses, logits.stride(0), vocab_size, logits.shape[1]
     interpreted = logits.device.type == "cpu"
     cross_entropy_kernel[(len(logits),)](*arguments, block, gradient, interpreted, num_warps=warps)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kernels.common.dropout import threshold
 from kernels.common.head_rows import LOG2_E, keys_of
+from kernels.common.launching import arch_of, most_warps
 from kernels.common.rounding import to
 
 SCORES = 4096  # of a program, unless one row is longer
@@ -85,16 +86,16 @@ def softmax_gradient_kernel(
     tl.store(dscores + at, to(b_ds, dscores.dtype.element_ty, UPCAST), mask=o_j[None, :] < seq_k)
 
 
-def tile(seq_k: int) -> tuple[int, int, int]:
+def tile(seq_k: int, arch: str) -> tuple[int, int, int]:
     """Return rows and columns of a program, and its warps."""
     columns = max(triton.next_power_of_2(seq_k), 16)
-    return max(SCORES // columns, 1), columns, max(4, columns // 512)
+    return max(SCORES // columns, 1), columns, min(max(4, columns // 512), most_warps(arch))
 
 
 def _launch(kernel, tensors: tuple, shape: torch.Size, numbers, documents, causal, scale, dropout_p) -> None:
     """Launch a kernel for scores of shape (B, H, T, S)."""
     batch, heads, seq_q, seq_k = shape
-    rows, (m, n, warps) = batch * heads * seq_q, tile(seq_k)
+    rows, (m, n, warps) = batch * heads * seq_q, tile(seq_k, arch_of(tensors[0].device))
     sizes = rows, heads, seq_q, seq_k, scale, threshold(dropout_p), 1 / (1 - dropout_p)
     constants = m, n, causal, documents is not None, dropout_p > 0, not tensors[0].is_cuda
     with torch.cuda.device_of(tensors[0]):

@@ -6,7 +6,8 @@ With the argument "few", the program compiles for sm_90 only. It then takes two 
 and every third of Hopper's attention kernels. With "gluon", it compiles only the Gluon kernels among these.
 
 A row names Triton's release, the target and the kernel ("group" and "name"). It has the bytes of machine code and of
-shared memory and, for sm_90, the results of machine_code.py. The rows of FP8 kernels list the moves of FP8 tiles.
+shared memory, the threads of a program and, for sm_90, the results of machine_code.py. The rows of FP8 kernels list the
+moves of FP8 tiles.
 """
 
 import itertools
@@ -71,6 +72,7 @@ def report(target: str, group: str, name, compiled) -> dict:
     binary = compiled.asm.get("cubin") or compiled.asm.get("hsaco")
     row = {"triton": triton.__version__, "target": target, "group": group, "name": name}
     row |= {"bytes": len(binary), "shared": compiled.metadata.shared}
+    row |= {"threads": compiled.metadata.num_warps * TARGETS[target].warp_size}
     return row | (assembler_report(compiled, target) if target == "sm_90" else {})
 
 
@@ -127,16 +129,16 @@ def compile_fused(name: str, *options: bool) -> list[dict]:
     return [report("sm_90", "fused", [name, *options], compiled)]
 
 
-def others(dtype: str) -> list[tuple]:
+def others(dtype: str, target: str) -> list[tuple]:
     """List the Triton kernels that are not attention: name, kernel, types of arguments, constants in order, warps.
 
     Types: x pointer to `dtype`, f to fp32, n to int32, l to int64; i integer, j multiple of 16, s fp32 scalar.
     """
-    *softmax_tile, softmax_warps = softmax.tile(LONGEST_ROW)
+    *softmax_tile, softmax_warps = softmax.tile(LONGEST_ROW, target)
     softmax_constants = *softmax_tile, True, True, True, False
     *gelu_tile, gelu_warps = gelu.FORWARD
     *gradient_tile, gradient_warps = gelu.BACKWARD
-    loss, loss_warps = cross_entropy, cross_entropy.WARPS
+    loss, loss_warps = cross_entropy, cross_entropy.warps_of(cross_entropy.LONGEST_BLOCK, target)
     rows = [
         ("adamw", adamw.adamw_kernel, "lnffsssssss", (adamw.CHUNK, True), adamw.WARPS),
         ("loss", loss.cross_entropy_kernel, "xlfiii", (loss.LONGEST_BLOCK, True, False), loss_warps),
@@ -175,7 +177,7 @@ def compile_others(target: str) -> list[dict]:
     return [
         report(target, "other", [job[0], dtype, *job[3]], compile_other(job, dtype, target))
         for dtype in (DTYPES if target == "sm_90" else ["bf16"])
-        for job in others(dtype)
+        for job in others(dtype, target)
     ]
 
 

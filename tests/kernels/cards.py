@@ -94,7 +94,7 @@ def block_sparse_rows(arch: str) -> list[dict]:
 def other_rows(arch: str, dtype: str) -> list[dict]:
     """Compile the kernels that are not attention."""
     rows = []
-    for job in others(dtype):
+    for job in others(dtype, arch):
         rows += rows_of(arch, "other", [job[0], dtype, *job[3]], compile_other(job, dtype, arch))
     return rows
 

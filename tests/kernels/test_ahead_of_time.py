@@ -1,4 +1,4 @@
-"""Every kernel compiles for the GPUs that the README names, and fits their shared memory, on a machine without them."""
+"""Every kernel compiles for the GPUs that the README names, and fits their limits, on a machine without them."""
 
 import json
 import math
@@ -69,7 +69,7 @@ def test_kernels_compile_and_fit(target, compiled):
     rows = [row for row in compiled if row["target"] == target]
     assert len(rows) >= 3 * len(SHAPES[target]) and all(row["bytes"] > 0 for row in rows)
     for row in rows:
-        assert row["shared"] <= SHARED_MEMORY[target], row
+        assert row["shared"] <= SHARED_MEMORY[target] and row["threads"] <= 1024, row
 
 
 def allowed_spills(row: dict) -> float:
@@ -97,7 +97,7 @@ def test_kernels_for_hopper_spill_few_registers_and_keep_the_tensor_cores_busy(c
     }
     assert len(rows["tuned"]) == 3 * len(ahead_of_time.tuned_jobs())
     assert [row["name"] for row in rows["hopper"]] == json.loads(json.dumps(ahead_of_time.hopper_jobs()))
-    assert len(rows["other"]) == len(ahead_of_time.DTYPES) * len(ahead_of_time.others("bf16"))
+    assert len(rows["other"]) == len(ahead_of_time.DTYPES) * len(ahead_of_time.others("bf16", "sm_90"))
     assert (len(rows["block_sparse"]), len(rows["flash1"]), len(rows["fp8"])) == (4, 10, 10)
     assert len(rows["fused"]) == len(ahead_of_time.fused_jobs())
     for row in [row for group in rows.values() for row in group]:

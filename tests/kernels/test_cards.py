@@ -33,7 +33,7 @@ def compiled() -> list[dict]:
 @pytest.mark.parametrize("arch", SHARED_MEMORY)
 def test_kernels_fit_each_card(arch, compiled):
     rows = [row for row in compiled if row["arch"] == arch and row["group"] != "same"]
-    n_others = len(others("bf16"))
+    n_others = len(others("bf16", arch))
     configs = next((cards.SHARES[family] for family, members in cards.FAMILIES.items() if arch in members), [])
     assert len(rows) == n_others + (3 * len(configs) + 4 + 4 if configs else 0)
     for row in rows:
