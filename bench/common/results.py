@@ -5,6 +5,7 @@ import os
 import platform
 import re
 import subprocess
+from contextlib import suppress
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -43,12 +44,20 @@ def results_folder(gpu: str | None = None) -> Path:
 
 def write(out: Path, results: dict) -> None:
     """Replace a results file. If writing fails, a UserError is raised and the old file stays."""
+    write_text(out, json.dumps(results, indent=1, allow_nan=False) + "\n")
+
+
+def write_text(out: Path, text: str) -> None:
+    """Replace a file. If writing fails, a UserError is raised and the old file stays."""
+    out = out.resolve()  # replace the file that a link leads to, not the link
     partial = out.with_name(f"{out.name}.partial")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n")
+        partial.write_text(text, encoding="utf-8")
         partial.replace(out)
     except OSError as error:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
         raise UserError(f"{out} cannot be written ({error.strerror}); make room or name another file") from error
 
 

@@ -10,6 +10,7 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from bench.common.looks import looks_of
+from bench.common.results import write_text
 from bench.report.headline import apart_text, headline, shared, variant_of
 from bench.report.page_tables import Table, changes, common, differences
 from bench.report.runs import TrainingRun
@@ -62,9 +63,7 @@ CHARTS = (
 
 def write_page(runs: list[TrainingRun], results: list[Table], out: Path, failed: Sequence[str] = ()) -> None:
     """Write the page of these runs and benchmark tables to `out`. `failed` names the jobs of a sweep that failed."""
-    page = render(runs, results, failed)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(page, encoding="utf-8")
+    write_text(out, render(runs, results, failed))
 
 
 def render(runs: list[TrainingRun], results: list[Table], failed: Sequence[str]) -> str:

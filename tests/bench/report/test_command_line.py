@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from bench.report import readme
-from tests.e2e import run
+from tests.e2e import largest_file, run
 
 PROGRAM = "bench/report/__main__.py"
 
@@ -27,6 +27,16 @@ def test_the_page_is_written_where_out_says(here):
     assert Path("new/folder/page.html").read_text() == Path("report.html").read_text()
     run(PROGRAM, "runs=runs/*", "out=glob.html").ok()
     assert Path("glob.html").read_text() == Path("report.html").read_text()
+
+
+def test_a_full_disk_leaves_the_old_page(here):
+    """A cut page once took its place."""
+    Path("report.html").write_text("old")
+    before = sorted(here.rglob("*"))
+    with largest_file(100_000):
+        outcome = run(PROGRAM, "runs=runs/a")
+    assert outcome.code == 2 and "report.html cannot be written (File too large); make room" in outcome.err
+    assert Path("report.html").read_text() == "old" and sorted(here.rglob("*")) == before
 
 
 @pytest.mark.parametrize(
