@@ -10,6 +10,7 @@ from errors import UserError
 from trainer.build import check_variant
 from trainer.distributed.world import refuse_several
 from trainer.evaluation import score, window_sizes
+from trainer.folders import check_writable
 from trainer.loading import load_model
 from trainer.loggers import finite
 from trainer.precision import choose_compute
@@ -19,6 +20,7 @@ def evaluate(config: EvaluateConfig) -> None:
     """Print loss and perplexity over all validation tokens, and write evaluation.json."""
     refuse_several("evaluate.py")
     compute, folder = choose_compute(config.device, config.precision, trains=False), output_dir()
+    check_writable(folder)
     tokens = open_tokens(config.data)
     model, tokenizer = load_model(config.checkpoint, config.attention)
     if tokenizer != tokens.tokenizer:

@@ -3,11 +3,21 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from filelock import FileLock, Timeout
 
 from errors import UserError
 from trainer.distributed.world import ALONE, World
+
+
+def check_writable(folder: Path) -> None:
+    """Refuse an output folder that this process cannot write to, before anything is computed."""
+    try:
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise _not_writable("hydra.run.dir", folder, error) from error
 
 
 @contextmanager
@@ -29,7 +39,7 @@ def _claimed(folder: Path, setting: str) -> Iterator[None]:
     except Timeout as error:
         raise UserError(f"{setting}={folder} is used by another run; wait for it, or choose another folder") from error
     except OSError as error:
-        raise UserError(f"{setting}={folder} is not writable ({error.strerror}); choose another folder") from error
+        raise _not_writable(setting, folder, error) from error
     try:
         yield
     finally:
@@ -40,6 +50,10 @@ def _claimed(folder: Path, setting: str) -> Iterator[None]:
         lock.release()
         with suppress(OSError):  # the folder is not empty
             folder.rmdir()
+
+
+def _not_writable(setting: str, folder: Path, error: OSError) -> UserError:
+    return UserError(f"{setting}={folder} is not writable ({error.strerror}); choose another folder")
 
 
 def link_latest(folder: Path) -> None:

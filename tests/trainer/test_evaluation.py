@@ -184,6 +184,14 @@ def test_other_tokens_than_the_models_are_refused(tmp_path, hugging_face, traine
     assert outcome.code == 2 and "was trained on gpt2 tokens, but" in outcome.err
 
 
+def test_a_folder_that_is_not_writable_is_refused_before_the_tokens_are_scored(trained):
+    """The whole evaluation was computed first, and then its result was lost."""
+    data = "data=tokens", f"data.dir={trained.parent / 'tokens'}", "data.tokenizer=byte"
+    outcome = run("evaluate.py", "device=cpu", f"checkpoint={trained}", "hydra.run.dir=/sys/kernel", *data)
+    assert outcome.code == 2 and outcome.out == ""
+    assert re.match(r"error: hydra.run.dir=/sys/kernel is not writable \(.+\); choose another folder\n$", outcome.err)
+
+
 def test_the_perplexity_of_a_loss_that_is_no_figure():
     assert perplexity(2.0) == pytest.approx(7.389056) and perplexity(701.0) == perplexity(math.inf) == math.inf
     assert math.isnan(perplexity(math.nan))
