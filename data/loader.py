@@ -60,10 +60,10 @@ class WindowOrder:
 class TrainLoader(AbstractContextManager):
     """Endless training batches, prepared by a background thread `prefetch` batches ahead.
 
-    `tokens` is uint16 (n,), usually a memory map. Messages call it `name`. A batch depends only on the seed and on the
-    number of windows that all processes took before. That number is the state to save. Each of the `ranks` processes
-    takes its own B of the next B * ranks windows. `agree(act)` returns act(), and if act raises a UserError in one
-    process, it raises that error in all of them.
+    `tokens` is uint16 (n,), usually a memory map. Messages call it `name`. `sha256` is the checksum of its file, if
+    known. A batch depends only on the seed and on the number of windows that all processes took before. That number is
+    the state to save. Each of the `ranks` processes takes its own B of the next B * ranks windows. `agree(act)` returns
+    act(), and if act raises a UserError in one process, it raises that error in all of them.
     """
 
     def __init__(
@@ -80,9 +80,10 @@ class TrainLoader(AbstractContextManager):
         rank: int = 0,
         ranks: int = 1,
         agree: Agree = alone,
+        sha256: str | None = None,
     ):
         check_length(tokens, context_length, name)
-        self._tokens, self._vocab_size, self._name = tokens, vocab_size, name
+        self._tokens, self._vocab_size, self._name, self._sha256 = tokens, vocab_size, name, sha256
         self._batch_size, self._device, self._prefetch = batch_size, torch.device(device), prefetch
         self._order = WindowOrder(len(tokens), context_length, seed)
         self._stride, self._share, self._agree = batch_size * ranks, batch_size * rank, agree
@@ -126,16 +127,16 @@ class TrainLoader(AbstractContextManager):
         block = gather(self._tokens, starts, self._order.context_length, self._vocab_size, self._name)
         return block.pin_memory() if self._device.type == "cuda" else block
 
-    def state_dict(self) -> dict[str, int]:
-        """Return the number of windows handed out (not those prefetched) and the settings that fix their order."""
+    def state_dict(self) -> dict[str, int | str | None]:
+        """Return the number of windows handed out (not those prefetched), and what fixes their order and content."""
         order = {"seed": self._order.seed, "context_length": self._order.context_length, "tokens": len(self._tokens)}
-        return {"position": self._position, **order}
+        return {"position": self._position, **order, "sha256": self._sha256}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, int | str | None]) -> None:
         """Continue at the position of `state`. The batch size may differ.
 
         Raises:
-            UserError: the windows of `state` come in a different order.
+            UserError: the windows of `state` come in a different order, or from other tokens.
         """
         settings = {"seed": "train.seed", "context_length": "model.context_length", "tokens": "data.dir"}
         for key, setting in settings.items():
@@ -145,6 +146,13 @@ class TrainLoader(AbstractContextManager):
                     f"{key}={state[key]}; set {setting} as it was, or start a new run from its weights with "
                     "model.pretrained=CHECKPOINT in place of checkpoint.resume"
                 )
+        checksums = self._sha256, state.get("sha256")  # nanoGPT's files and older checkpoints have none
+        if all(checksums) and checksums[0] != checksums[1]:
+            raise UserError(
+                "{} has other tokens (sha256 {:.12}) than the run of the checkpoint had (sha256 {:.12}); set data.dir "
+                "to those tokens, or start a new run from its weights with model.pretrained=CHECKPOINT in place of "
+                "checkpoint.resume".format(self._name, *checksums)
+            )
         if not (isinstance(state["position"], int) and state["position"] >= 0):
             raise ValueError(f"position={state['position']}")
         self._seek(state["position"])

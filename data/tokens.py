@@ -33,6 +33,8 @@ class TokenSet:
     tokenizer: str
     vocab_size: int
     dir: Path
+    sha256: str | None
+    """Checksum of train.bin from meta.json, or None if meta.json or its checksum is missing."""
 
 
 def open_tokens(config: DataConfig) -> TokenSet:
@@ -57,7 +59,14 @@ def open_tokens(config: DataConfig) -> TokenSet:
             "prepare the text again with `python -m data.prepare data=text data.tokenizer=byte data.source=input.txt`"
         )
     maps = {split: _open_split(folder / f"{split}.bin", meta, config) for split in SPLITS}
-    return TokenSet(**maps, tokenizer=config.tokenizer, vocab_size=vocab_size(config.tokenizer), dir=folder)
+    checksums = meta.get("sha256") if meta else None
+    return TokenSet(
+        **maps,
+        tokenizer=config.tokenizer,
+        vocab_size=vocab_size(config.tokenizer),
+        dir=folder,
+        sha256=checksums.get("train.bin") if isinstance(checksums, dict) else None,
+    )
 
 
 def _open_split(path: Path, meta: dict | None, config: DataConfig) -> np.ndarray:

@@ -4,9 +4,11 @@ import os
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
+from data.token_files import TokenWriter
 from tests.e2e import ROOT, at_call, curve, load, logged, printed_commands, run, train
 from trainer.checkpoint.files import write_file
 from trainer.checkpoint.policy import Checkpoints
@@ -84,6 +86,23 @@ def test_only_the_command_line_names_code_to_import(tmp_path, monkeypatch):
     assert refused.code == 2 and "must not name code to import; give attention=custom attention.fu" in refused.err
     assert "attention.name custom -> naive" in run("train.py", *resume, "attention=naive", "checkpoint.dir=x").ok().out
     assert "since the checkpoint: train.max_steps 5 -> 6\n" in run("train.py", *resume, *custom).ok().out
+
+
+def test_as_many_other_tokens_do_not_continue_a_run():
+    """The position in the tokens means nothing in a file of other content. Only the number of tokens was compared."""
+    for folder, text in (("one", b"1 + 1 = 2\n"), ("other", b"2 + 2 = 4\n")):
+        with TokenWriter(Path(folder), {"name": "text"}) as writer:
+            for split in ("train", "val"):
+                writer.write(split, np.frombuffer(text * 50, np.uint8).astype("<u2").tobytes(), 1)
+            writer.finish("byte")
+    train("run", "data.dir=one").ok()
+    before = Path("run/metrics.jsonl").read_bytes()
+    longer = "checkpoint.resume=run", "hydra.run.dir=run", "train.max_steps=6"
+    refused = run("train.py", *longer, "data.dir=other")
+    assert refused.code == 2 and "other/train.bin has other tokens (sha256 " in refused.err
+    assert len(refused.err.splitlines()) == 1 and Path("run/metrics.jsonl").read_bytes() == before
+    Path("one").rename("moved")
+    run("train.py", *longer, "data.dir=moved").ok()
 
 
 def test_the_settings_of_a_checkpoint_are_not_evaluated():

@@ -93,7 +93,8 @@ def check_fp8(shape: ModelConfig, compute: Compute) -> None:
 def build_loader(settings: TrainConfig, tokens: TokenSet, shape: ModelConfig, compute: Compute) -> TrainLoader:
     """Return this process's share of the training batches."""
     options = batch_options(settings, shape, compute)
-    return TrainLoader(tokens.train, seed=settings.seed, name=str(tokens.dir / "train.bin"), **options)
+    file = {"name": str(tokens.dir / "train.bin"), "sha256": tokens.sha256}
+    return TrainLoader(tokens.train, seed=settings.seed, **file, **options)
 
 
 def batch_options(settings: TrainConfig, shape: ModelConfig, compute: Compute) -> dict[str, Any]:

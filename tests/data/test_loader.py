@@ -113,16 +113,29 @@ def test_several_processes_read_the_same_windows_as_one(ranks):
         ({"seed": 2}, 200, r"train\.seed gives this run seed=2, but .* seed=1; set train\.seed"),
         ({"context_length": 4}, 200, r"context_length=4, but .* context_length=8; set model\.context_length"),
         ({}, 300, r"data\.dir gives this run tokens=300, but .* tokens=200; set data\.dir"),
+        ({"sha256": "bb"}, 200, r"train\.bin has other tokens \(sha256 bb\) .* had \(sha256 aa\); set data\.dir"),
     ],
-    ids=["seed", "context length", "token count"],
+    ids=["seed", "context length", "token count", "content"],
 )
 def test_the_state_of_another_order_is_refused(change, count, message):
     with (
-        loader_of(numbered(200)) as first,
-        loader_of(numbered(count), **change) as second,
+        loader_of(numbered(200), sha256="aa") as first,
+        loader_of(numbered(count), **{"sha256": "aa"} | change) as second,
         pytest.raises(UserError, match=message),
     ):
         second.load_state_dict(first.state_dict())
+
+
+def test_a_state_or_a_file_without_a_checksum_is_accepted():
+    """Older checkpoints have no checksum, and files of nanoGPT have none."""
+    with loader_of(numbered(200), sha256="aa") as first, loader_of(numbered(200)) as second:
+        first.next_batch()
+        saved = first.state_dict()
+        second.load_state_dict(saved)
+        assert second.state_dict() == saved | {"sha256": None}
+        for state in (second.state_dict(), {key: value for key, value in saved.items() if key != "sha256"}):
+            first.load_state_dict(state)
+            assert first.state_dict() == saved
 
 
 def test_a_token_outside_the_vocabulary_names_file_and_byte():

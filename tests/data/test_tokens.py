@@ -49,6 +49,10 @@ def test_meta_counts_and_checks_the_files(corpus):
     assert meta["counts"] == {"train": {"tokens": 8, "documents": 3}, "val": {"tokens": 2, "documents": 1}}
     for name, digest in meta["sha256"].items():
         assert hashlib.sha256((corpus / name).read_bytes()).hexdigest() == digest
+    assert open_tokens(config_of(corpus)).sha256 == meta["sha256"]["train.bin"]
+    for checksums in ({}, {"sha256": None}, {"sha256": {}}):
+        (corpus / "meta.json").write_text(json.dumps({key: meta[key] for key in meta if key != "sha256"} | checksums))
+        assert open_tokens(config_of(corpus)).sha256 is None
 
 
 def test_nanogpt_files_work_as_they_are(tmp_path):
@@ -56,7 +60,7 @@ def test_nanogpt_files_work_as_they_are(tmp_path):
         np.array([50256, 7, 50000], dtype=np.uint16).tofile(tmp_path / f"{split}.bin")
     tokens = open_tokens(config_of(tmp_path, tokenizer="gpt2"))
     assert tokens.train.tolist() == tokens.val.tolist() == [50256, 7, 50000]
-    assert tokens.vocab_size == 50257
+    assert tokens.vocab_size == 50257 and tokens.sha256 is None
 
 
 def test_nanogpts_tokens_of_characters_are_refused(corpus):
