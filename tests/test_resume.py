@@ -105,6 +105,24 @@ def test_as_many_other_tokens_do_not_continue_a_run():
     run("train.py", *longer, "data.dir=moved").ok()
 
 
+def test_a_new_run_does_not_replace_the_best_checkpoint_of_an_old_run():
+    """A run that was killed before its first regular checkpoint leaves only best.pt."""
+    settings = "train.eval_interval=5", "checkpoint.interval=4"
+    train("run", *settings).ok()
+    last, fourth = (Path(f"run/checkpoints/step-0000000{step}.pt") for step in (5, 4))
+    last.unlink()
+    assert "continuing after step 4" in train("run", *settings, "checkpoint.resume=auto").ok().out
+    last.unlink()
+    fourth.unlink()
+    best = Path("run/checkpoints/best.pt")
+    before = best.read_bytes()
+    for place in (("run",), ("new", "checkpoint.dir=run/checkpoints")):
+        refused = train(*place, *settings, "train.seed=2")
+        assert refused.code == 2 and "best.pt is past step 0, from which this run starts; continue" in refused.err
+    assert best.read_bytes() == before and not Path("new").exists()
+    train("run", *settings, "checkpoint.resume=auto", "train.max_steps=6").ok()
+
+
 def test_the_settings_of_a_checkpoint_are_not_evaluated():
     train("run", "train.max_steps=1").ok()
     state = load("run/checkpoints/step-00000001.pt")

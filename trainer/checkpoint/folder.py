@@ -52,13 +52,18 @@ def newest_before(folder: Path, step: int) -> Path | None:
     return next((path for path in found if step_of(path) < step), found[-1] if found else None)
 
 
-def newest_complete_after(folder: Path, step: int) -> Path | None:
-    """Return the newest undamaged checkpoint of a later step than `step`, or None."""
-    for path in checkpoints_in(folder)[::-1]:
-        if step_of(path) > step:
-            with suppress(CheckpointError):
-                read_checked(path)
-                return path
+def newest_complete_after(folder: Path, step: int, with_best: bool) -> Path | None:
+    """Return the newest undamaged checkpoint of a later step than `step`, or None.
+
+    If there is none, `with_best` also accepts the best checkpoint, of any step: it may be all that a short run left.
+    """
+    found = [path for path in checkpoints_in(folder)[::-1] if step_of(path) > step]
+    if with_best:
+        found += [path for path in (folder / "best.pt", folder / "best") if path.exists()]
+    for path in found:
+        with suppress(CheckpointError):
+            read_checked(path)
+            return path
     return None
 
 

@@ -126,7 +126,8 @@ def open_checkpoints(
 ) -> Checkpoints:
     """Return the checkpoints of a run that starts, or resumes after `resumed_step` steps, and saves to `folder`."""
     first_step = resumed_step or 0
-    if later := newest_complete_after(folder, first_step):
+    # A resumed run may replace best.pt: after a kill, best.pt can be of a later step than the newest checkpoint.
+    if later := newest_complete_after(folder, first_step, with_best=resumed_step is None):
         raise UserError(
             f"{later} is past step {first_step}, from which this run starts; continue it with "
             f"{assigned('checkpoint.resume', later)}, or choose another checkpoint.dir"

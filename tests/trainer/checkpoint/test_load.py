@@ -57,13 +57,15 @@ def test_a_folder_without_checkpoints_is_refused_with_the_setting_to_change(tmp_
 
 
 def test_the_best_is_continued_if_no_other_is_whole(tmp_path, monkeypatch):
-    """A run that was killed before its first interval has only best.pt. A new run does not count it as a later step."""
+    """A run that was killed before its first interval has only best.pt. A new run must not replace it."""
     checkpoints, told = SingleFileStore(tmp_path, keep=9), []
     best = checkpoints.save(small(7), best=True)
     assert load(tmp_path)["step"] == 7 and find(tmp_path) == best
-    assert newest_complete_after(tmp_path, 0) is None
+    assert newest_complete_after(tmp_path, 0, with_best=True) == best
+    assert newest_complete_after(tmp_path, 0, with_best=False) is None
     first, second = (checkpoints.save(small(step)) for step in (10, 20))
     assert load(tmp_path)["step"] == 20 and newest_before(tmp_path, 11) == first
+    assert newest_complete_after(tmp_path, 0, with_best=True) == second
     first.write_bytes(b"")
     read = files._digest
 
@@ -110,7 +112,7 @@ def test_the_newest_whole_checkpoint_of_a_folder_is_taken_and_the_others_told(tm
     assert load(tmp_path, tell=told.append)["step"] == 10
     (line,) = told
     assert re.search(rf"{third} .*does not match.*, {second} .*cut off.*; using {first} instead", line)
-    assert newest_complete_after(tmp_path, 10) is None  # damaged checkpoints do not count
+    assert newest_complete_after(tmp_path, 10, with_best=True) is None  # damaged checkpoints do not count
     first.write_bytes(b"")
     with pytest.raises(UserError, match=f"{third} .*{second} .*{first} .*give another one with resume="):
         load(tmp_path, key="resume")
