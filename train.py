@@ -68,7 +68,7 @@ def train(config: Config, resumed: State | None, world: World = ALONE) -> StopRe
         load_weights(model, config.model.pretrained)
     model = shard(model, compute, config.train.reshard_after_forward)
     optimizer = build_optimizer(model, config.optimizer)
-    options = {"timeout_s": config.train.timeout_s, "resumed_step": resumed_step}
+    options = {"timeout_s": config.train.timeout_s, "resumed": resumed}
     checkpoints = open_checkpoints(saves_to, config.checkpoint, model, optimizer, compute, **options)
     with (
         build_loader(config.train, tokens, config.model, compute) as loader,

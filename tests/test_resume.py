@@ -123,6 +123,28 @@ def test_a_new_run_does_not_replace_the_best_checkpoint_of_an_old_run():
     train("run", *settings, "checkpoint.resume=auto", "train.max_steps=6").ok()
 
 
+def test_a_resumed_run_does_not_replace_the_checkpoints_of_another_run():
+    """Its later steps made the other run's checkpoints outdated, which were deleted."""
+    for folder, steps in (("other", 4), ("run", 5)):
+        train(folder, f"train.max_steps={steps}", "checkpoint.interval=2", "train.eval_interval=2").ok()
+    before = {path: path.read_bytes() for path in Path("other").rglob("*") if path.is_file()}
+    resumed = "checkpoint.resume=run", "train.max_steps=9"
+    for place in (("hydra.run.dir=other",), ("hydra.run.dir=new", "checkpoint.dir=other/checkpoints")):
+        refused = run("train.py", *resumed, *place)
+        assert (
+            refused.code == 2 and "other/checkpoints has checkpoints of another run (step-00000004.pt)" in refused.err
+        )
+        assert "run/checkpoints/step-00000005.pt is not among them; continue the other run with" in refused.err
+    assert {path: path.read_bytes() for path in Path("other").rglob("*") if path.is_file()} == before
+    for path in Path("other/checkpoints").glob("step-*"):
+        path.unlink()
+    assert "of another run (best.pt)" in run("train.py", *resumed, "hydra.run.dir=other").err
+    Path("link").symlink_to("run")
+    run("train.py", "checkpoint.resume=link/checkpoints", "train.max_steps=6", "hydra.run.dir=run").ok()
+    Path("link.pt").symlink_to("run/checkpoints/step-00000006.pt")
+    run("train.py", "checkpoint.resume=link.pt", "train.max_steps=7", "hydra.run.dir=run").ok()
+
+
 def test_the_settings_of_a_checkpoint_are_not_evaluated():
     train("run", "train.max_steps=1").ok()
     state = load("run/checkpoints/step-00000001.pt")

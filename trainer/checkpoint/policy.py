@@ -114,6 +114,32 @@ class Checkpoints:
         return state.state_dict()
 
 
+def check_folder(folder: Path, resumed: State | None) -> None:
+    """Refuse to save to a folder that holds another run's checkpoints, or later ones than this run starts from.
+
+    A run that is resumed from a checkpoint in the folder may replace best.pt: after a kill, best.pt can be of a later
+    step than the newest checkpoint.
+    """
+    first_step = resumed["step"] if resumed else 0
+    if later := newest_complete_after(folder, first_step, with_best=resumed is None):
+        raise UserError(
+            f"{later} is past step {first_step}, from which this run starts; continue it with "
+            f"{assigned('checkpoint.resume', later)}, or choose another checkpoint.dir"
+        )
+    is_elsewhere = resumed is not None and not _is_in(Path(resumed["path"]), folder)
+    if is_elsewhere and (other := newest_complete_after(folder, -1, with_best=True)):
+        raise UserError(
+            f"{folder} has checkpoints of another run ({other.name}), and checkpoint.resume={resumed['path']} is not "
+            f"among them; continue the other run with {assigned('checkpoint.resume', other)}, or choose another "
+            "checkpoint.dir"
+        )
+
+
+def _is_in(path: Path, folder: Path) -> bool:
+    """Return whether a checkpoint, or the file that a link leads to, is in the folder, under any name of the folder."""
+    return folder.exists() and any(place.samefile(folder) for place in (path.parent, path.resolve().parent))
+
+
 def open_checkpoints(
     folder: Path,
     settings: CheckpointConfig,
@@ -122,16 +148,10 @@ def open_checkpoints(
     compute: Compute,
     *,
     timeout_s: int,
-    resumed_step: int | None,
+    resumed: State | None,
 ) -> Checkpoints:
-    """Return the checkpoints of a run that starts, or resumes after `resumed_step` steps, and saves to `folder`."""
-    first_step = resumed_step or 0
-    # A resumed run may replace best.pt: after a kill, best.pt can be of a later step than the newest checkpoint.
-    if later := newest_complete_after(folder, first_step, with_best=resumed_step is None):
-        raise UserError(
-            f"{later} is past step {first_step}, from which this run starts; continue it with "
-            f"{assigned('checkpoint.resume', later)}, or choose another checkpoint.dir"
-        )
+    """Return the checkpoints of a run that starts, or continues `resumed`, and saves to `folder`."""
+    check_folder(folder, resumed)
     options = {"keep": settings.keep, "writes": compute.world.is_first}
     parts = {"model": model, "optimizer": optimizer}
     asynchronous = compute.device.type == "cuda" if settings.asynchronous is None else settings.asynchronous
