@@ -22,7 +22,7 @@ from trainer.batch_size import check_batch_size, with_batch_size
 from trainer.build import build_loader, build_meter, build_model, compile_model, fix_randomness, open_logs, run_shape
 from trainer.checkpoint.files import State
 from trainer.checkpoint.load import check_shared, load_resumed
-from trainer.checkpoint.policy import Checkpoints, open_checkpoints
+from trainer.checkpoint.policy import Checkpoints, check_folder, open_checkpoints
 from trainer.distributed.parallel import data_parallel, shard, synchronise_gradients
 from trainer.distributed.world import ALONE, World, join
 from trainer.evaluation import validate
@@ -57,8 +57,9 @@ def train(config: Config, resumed: State | None, world: World = ALONE) -> StopRe
     check_batch_size(config.train, compute)
     check_graphs(config.train, compute)
     config.wandb = checked(config.wandb, config.tensorboard)
-    tokens = world.first_ahead(lambda: open_tokens(config.data))  # the first process may have to make the files
     saves_to, resumed_step = config.checkpoint.folder(folder), resumed["step"] if resumed else None
+    check_folder(saves_to, resumed)
+    tokens = world.first_ahead(lambda: open_tokens(config.data))  # the first process may have to make the files
     fix_randomness(config.train)
     config.model = run_shape(config.model, tokens, resumed)
     config.train = with_batch_size(config, compute, train_step, micro_step)
@@ -68,12 +69,12 @@ def train(config: Config, resumed: State | None, world: World = ALONE) -> StopRe
         load_weights(model, config.model.pretrained)
     model = shard(model, compute, config.train.reshard_after_forward)
     optimizer = build_optimizer(model, config.optimizer)
-    options = {"timeout_s": config.train.timeout_s, "resumed": resumed}
-    checkpoints = open_checkpoints(saves_to, config.checkpoint, model, optimizer, compute, **options)
+    checkpoints = open_checkpoints(saves_to, config.checkpoint, model, optimizer, compute, config.train.timeout_s)
     with (
         build_loader(config.train, tokens, config.model, compute) as loader,
         claimed({folder: "hydra.run.dir", saves_to: "checkpoint.dir"}, world),
     ):
+        check_folder(saves_to, resumed)  # again, because another run may have used the folder until now
         state = TrainState(
             model, optimizer, compute.grad_scaler(), loader, tokens.tokenizer, config=asdict(config), world=world
         )

@@ -1,7 +1,9 @@
 """The settings of a resumed run: the checkpoint gives them, and the command line changes them."""
 
 import os
+import shutil
 import signal
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from data.token_files import TokenWriter
+from data.tokens import open_tokens
 from tests.e2e import ROOT, at_call, curve, load, logged, printed_commands, run, train
 from trainer.checkpoint.files import write_file
 from trainer.checkpoint.policy import Checkpoints
@@ -121,6 +124,16 @@ def test_a_new_run_does_not_replace_the_best_checkpoint_of_an_old_run():
         assert refused.code == 2 and "best.pt is past step 0, from which this run starts; continue" in refused.err
     assert best.read_bytes() == before and not Path("new").exists()
     train("run", *settings, "checkpoint.resume=auto", "train.max_steps=6").ok()
+
+
+def test_a_folder_that_another_run_used_until_now_is_refused(monkeypatch):
+    """The first check of the folder comes before the tokens are opened, the second one after the folder is locked."""
+    train("other").ok()
+    copy = partial(shutil.copytree, "other", "run", dirs_exist_ok=True)
+    monkeypatch.setattr("data.tokens.open_tokens", at_call(1, copy, open_tokens))
+    refused = train("run", "train.max_steps=3")
+    assert refused.code == 2 and "step-00000005.pt is past step 0" in refused.err
+    assert Path("run/metrics.jsonl").read_bytes() == Path("other/metrics.jsonl").read_bytes()
 
 
 def test_a_resumed_run_does_not_replace_the_checkpoints_of_another_run():

@@ -146,12 +146,9 @@ def open_checkpoints(
     model: GPT2,
     optimizer: torch.optim.Optimizer,
     compute: Compute,
-    *,
     timeout_s: int,
-    resumed: State | None,
 ) -> Checkpoints:
-    """Return the checkpoints of a run that starts, or continues `resumed`, and saves to `folder`."""
-    check_folder(folder, resumed)
+    """Return the checkpoints of a run that saves to `folder`, which check_folder has accepted."""
     options = {"keep": settings.keep, "writes": compute.world.is_first}
     parts = {"model": model, "optimizer": optimizer}
     asynchronous = compute.device.type == "cuda" if settings.asynchronous is None else settings.asynchronous
