@@ -20,6 +20,7 @@ from torch import Tensor
 from errors import UserError
 
 IGNORED = -100  # a target that does not count in the loss
+FROM_WEIGHTS = "start a new run from its weights with model.pretrained=CHECKPOINT in place of checkpoint.resume"
 Result = TypeVar("Result")
 Agree = Callable[[Callable[[], Result]], Result]
 
@@ -143,15 +144,13 @@ class TrainLoader(AbstractContextManager):
             if (mine := self.state_dict()[key]) != state[key]:
                 raise UserError(
                     f"{setting} gives this run {key}={mine}, but the checkpoint's batches were drawn with "
-                    f"{key}={state[key]}; set {setting} as it was, or start a new run from its weights with "
-                    "model.pretrained=CHECKPOINT in place of checkpoint.resume"
+                    f"{key}={state[key]}; set {setting} as it was, or {FROM_WEIGHTS}"
                 )
-        checksums = self._sha256, state.get("sha256")  # nanoGPT's files and older checkpoints have none
-        if all(checksums) and checksums[0] != checksums[1]:
+        mine, saved = self._sha256, state.get("sha256")  # nanoGPT's files and older checkpoints have none
+        if mine and saved and mine != saved:
             raise UserError(
-                "{} has other tokens (sha256 {:.12}) than the run of the checkpoint had (sha256 {:.12}); set data.dir "
-                "to those tokens, or start a new run from its weights with model.pretrained=CHECKPOINT in place of "
-                "checkpoint.resume".format(self._name, *checksums)
+                f"{self._name} has other tokens (sha256 {mine:.12}) than the run of the checkpoint had (sha256 "
+                f"{saved:.12}); set data.dir to those tokens, or {FROM_WEIGHTS}"
             )
         if not (isinstance(state["position"], int) and state["position"] >= 0):
             raise ValueError(f"position={state['position']}")
