@@ -3,10 +3,15 @@
 Tensors are (batch, length, heads, head_dim) with unit stride along head_dim. A tile may start beyond 2^31 elements, so
 its start is computed in 64 bits. The offsets inside a tile fit 32 bits; see checks.readable.
 
-D head size padded to a power of two; p_ pointer to the first row of one head, s_ stride between rows, b_ tile, o_
-offsets. sq_b, sq_t and sq_h are the strides of q over batch, tokens and heads; k, v, o, do, dq and dk have the same. i
-and j are the first query and key of a tile. bh is batch * heads + head; bg is the same for key/value heads. groups is
-the number of query heads per key/value head. keep_scale is 1 / (1 - dropout_p).
+Names in the kernels:
+
+- D: head size, padded to a power of two
+- p_x: pointer to the first row of one head of x; s_x: stride between its rows; b_x: tile of x; o_x: offsets
+- sq_b, sq_t, sq_h: strides of q over batch, tokens and heads; likewise for k, v, o, do, dq and dk
+- i, j: first query and first key of a tile
+- bh: batch * heads + head; bg: the same for key/value heads
+- groups: query heads per key/value head
+- keep_scale: 1 / (1 - dropout_p)
 """
 
 import triton
@@ -107,7 +112,7 @@ def queries_of(
 ):  # fmt: skip
     """Return first and end of the queries that see each key o_j: the inverse of keys_of.
 
-    documents is that of keys_of. Masks of documents require seq_q = seq_k.
+    keys_of explains documents. Masks of documents require seq_q = seq_k.
     """
     first, end = o_j * 0, o_j * 0 + seq_q
     if DOCUMENTS:

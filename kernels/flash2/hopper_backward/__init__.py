@@ -1,8 +1,9 @@
 """Warp-specialised attention backward for Hopper, in Gluon, with dQ fused: five products per tile instead of seven.
 
-The scheme is FlashAttention-3's (Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and
-Low-precision", 2024, section 3.1 and appendix B.2). kernels/hopper/__init__.py explains Gluon. host.py launches three
-kernels:
+Source: Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision" (2024), section
+3.1 and appendix B.2. kernels/hopper/__init__.py explains Gluon.
+
+host.py launches three kernels:
 
 - statistics.py, delta_kernel: prepare the statistics of the queries and zero an fp32 accumulator of dQ.
 - main_loop.py, main_kernel: each program owns N keys of one key/value head. It computes dK and dV and adds its part of

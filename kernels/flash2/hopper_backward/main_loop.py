@@ -1,8 +1,8 @@
 """The main kernel of the Hopper backward: its loading warp, its dQ warp, its consumers, and the launch of all three.
 
-Legend: M rows of a query tile, N rows of a key tile, D0 + D1 head size, j first key of the program. x0 and x1 are the
-two parts of x. x0_s is part 0 in shared memory, and b_x0 is one tile of x0_s as a matrix. The query tiles [first, stop)
-see some key of the program. t counts them over the query heads of the group. Rings have QS slots for Q and its
+Legend: M rows of a query tile; N rows of a key tile; D0 + D1 head size; j first key of the program. x0 and x1 are the
+two parts of x. x0_s is part 0 in shared memory. b_x0 is one tile of x0_s as a matrix. The query tiles [first, stop) see
+some key of the program. t counts these tiles over the query heads of the group. Rings have QS slots for Q and its
 statistics and OS slots for dO.
 
 Barriers, in the tuple bars: k_full of K and of V, q_full of Q's slots, do_full and do_empty of dO's slots, and dq_empty
@@ -197,7 +197,7 @@ def _consumer(
     IN_PRODUCTS: gl.constexpr = stats_s.dtype == gl.bfloat16
     # Heads of 80 with a causal mask or none have tiles of 128 queries, computed in two halves except for dQ. Each
     # warpgroup then has 64 rows and all columns of dQ. With 64 queries, each warpgroup would have all rows and half of
-    # the columns, and both would read all of dS. With tiles of 64 keys, twice as many would add to dQ.
+    # the columns, and both would read all of dS. With tiles of 64 keys, twice as many programs would add to dQ.
     IN_HALVES: gl.constexpr = FUSED and _in_halves(M, D0 + D1) and not DROPOUT
     WM: gl.constexpr = rows_of_warps(M, WARPS)
     WN: gl.constexpr = WARPS // WM

@@ -48,11 +48,14 @@ def delta_kernel(
 ):  # fmt: skip
     """Compute the statistics of M queries of one head. Grid: B * heads * tiles.
 
-    stats: (B * heads * tiles * STATS, M) fp32: logsumexp in base 2, delta and, with dropout, the bits of the random
-    numbers. STATS is 3 with dropout, else 2. If products add the statistics to S and dP, stats is
-    (B * heads * tiles * M, 16) bf16: split_in_bf16 of -logsumexp / scale (natural) and of -delta.
-    accumulator: dQ in fp32, zeroed if FUSED. deltas: (B, heads, seq_q), written if not FUSED, for the plain kernel.
-    sums: (B * tiles, heads, D0 + D1) fp32, dO's sums over each tile, or None.
+    - stats: (B * heads * tiles * STATS, M) fp32. Rows are logsumexp in base 2, delta and, with dropout, the bits of
+      the random numbers. STATS is 3 with dropout, else 2.
+    - stats, if products add the statistics to S and dP: (B * heads * tiles * M, 16) bf16. Columns are split_in_bf16 of
+      -logsumexp / scale (natural) and of -delta.
+    - accumulator: dQ in fp32. This kernel zeroes it if FUSED.
+    - deltas: (B, heads, seq_q). This kernel writes them for the plain kernel if not FUSED.
+    - sums: (B * tiles, heads, D0 + D1) fp32, the sums of dO over each tile, or None.
+
     If LOGSUMEXP, its gradient is subtracted from delta. As in the plain kernels, delta is stored times keep = 1 - p.
     """
     STATS: tl.constexpr = 3 if DROPOUT else 2

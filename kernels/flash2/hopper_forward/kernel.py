@@ -5,8 +5,8 @@ parts of x. `it` is the number of key blocks before this tile in all tiles of th
 is in slot (it + j) % STAGES of the rings, V of the same block in the next slot. The n-th tile's Q of consumer C is in
 slot n % 2 * CONSUMERS + C of Q's ring.
 
-The tuple rings has the slots of Q, K and V in shared memory and the barriers of the slots. q_full and q_empty are the
-barriers of Q's slots. full and empty are the barriers of the slots of K and V.
+The tuple rings has the slots of Q, K and V in shared memory, and their barriers: q_full and q_empty for Q's slots, full
+and empty for the slots of K and V.
 
 Other tuples: shape is (batches, heads, seq_q, seq_k, section), band is (documents, window), and dropout is (numbers,
 threshold, keep_scale). count_blocks returns counts, and visible_keys returns seen.
@@ -311,10 +311,13 @@ def forward_kernel(
 ):  # fmt: skip
     """Compute O (batches, seq_q, heads, D0 + D1) and the natural logsumexp (batches, heads, seq_q) fp32, contiguous.
 
-    Descriptors: q0 reads [1, 64, 1, D0] of Q (batches, seq_q, heads, D0 + D1); k0 and v0 read [1, N, 1, D0] of K and V
-    (batches, seq_k, heads / groups, D0 + D1); q1, k1 and v1 read the other D1 columns, or are None. numbers belongs to
-    dropout, or is None. documents and window are as in the plain kernel, or None and 0.
-    Warps: four for each consumer, of which the first is the default partition, and one for the producer.
+    - q0: descriptor of Q (batches, seq_q, heads, D0 + D1); reads [1, 64, 1, D0].
+    - k0, v0: descriptors of K and V (batches, seq_k, heads / groups, D0 + D1); read [1, N, 1, D0].
+    - q1, k1, v1: descriptors of the other D1 columns, or None.
+    - numbers: random numbers of dropout, or None.
+    - documents, window: as in the plain kernel, or None and 0.
+
+    Warps: four for each consumer, and one for the producer. The first consumer is the default partition.
     Grid: any number of programs up to the number of tiles.
     """
     gl.static_assert(STAGES >= 2)  # a consumer waits for a block before it releases the slot of the block before
