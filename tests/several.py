@@ -25,6 +25,7 @@ from errors import UserError
 from tests.e2e import at_call, curve, largest_file, python_path, train
 from trainer.checkpoint import sharded, single
 from trainer.checkpoint.policy import Checkpoints
+from trainer.loggers.base import Loggers
 
 SINGLE_NODE = ("--standalone",)
 # 16 sequences a step, in micro-steps of 2. 13 windows of validation, which do not divide among 2 or 4 processes.
@@ -93,15 +94,24 @@ def before_writing(patch: pytest.MonkeyPatch, step: int, act: Callable[[Callable
 
 
 def slow(patch: pytest.MonkeyPatch) -> None:
-    """Write the checkpoint of step 2 only when training asks for the batches of step 4."""
-    step_4 = threading.Event()
+    """Write the checkpoint of step 2 only when training asks for the batches of step 4.
+
+    A checkpoint that is reported before it is complete stops the run.
+    """
+    step_4, message = threading.Event(), Loggers.message
     patch.setattr(TrainLoader, "next_batches", at_call(4, step_4.set, TrainLoader.next_batches))
 
     def wait(write):
         assert step_4.wait(timeout=30), "training stood still while a checkpoint was written"
         return write()
 
+    def check(self: Loggers, text: str) -> None:
+        if told := re.match(r"saved (\S+) in", text):
+            assert Path(told[1]).exists(), f"process {os.environ['RANK']} prints {told[0]} too early"
+        message(self, text)
+
     before_writing(patch, 2, wait)
+    patch.setattr(Loggers, "message", check)
 
 
 def full_disk(patch: pytest.MonkeyPatch) -> None:

@@ -162,11 +162,15 @@ def test_tokens_that_one_process_cannot_read_stop_all_and_no_step_is_lost(runs, 
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(runs):
-    """The writer waits for the step after the next. The run reports the checkpoint when it is complete, not before."""
+    """The writer waits until step 4 begins, and the next save, after step 4, waits for the writer.
+
+    Step 4 itself may end before or after the writing. The run of `slow` checks that the checkpoint is complete when the
+    run reports it.
+    """
     code, *lines = (runs / "slow" / "out.txt").read_text().splitlines()
-    told = [line.split(" in ")[0] for line in lines if line.startswith(("train", "saved"))]
-    (saved,) = [number for number, line in enumerate(told) if line.endswith("checkpoints/step-00000002")]
-    assert code == "0" and [line[:9] for line in told[:saved]] == ["train 1/6", "train 2/6", "train 3/6"]
+    told = [line.split()[1] for line in lines if line.startswith(("train", "saved"))]
+    expected = ["1/6", "2/6", "3/6", "slow/checkpoints/step-00000002", "5/6"]
+    assert code == "0" and [word for word in told if word in expected] == expected
     assert_same_curve(runs / "slow", runs / "full")
 
 
