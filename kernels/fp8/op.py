@@ -15,7 +15,8 @@ from torch import Tensor, library
 
 from kernels.common.registering import define, no_second_derivative
 from kernels.fp8.definition import E4M3, E5M2
-from kernels.linear.op import apply_to_rows, bias_gradient
+from kernels.gelu.op import check_mlp_shapes
+from kernels.linear.op import apply_to_rows, bias_gradient, check_linear_shapes
 
 _SCALED = "Tensor scale, Tensor(a!) statistics"
 _library = define(
@@ -116,6 +117,17 @@ class _GeluMLP(torch.autograd.Function):
         return dx, dweight, sums.to(bias.dtype), dout_weight, dout_bias, dresidual, None, None
 
 
+def _check_sides(name: str, x: Tensor, *weights: Tensor) -> None:
+    """Raise a ValueError if a product has a side that cuBLAS does not take in FP8."""
+    tokens = x.shape[:-1].numel()
+    if tokens % 16 or any(side % 16 for weight in weights for side in weight.shape):
+        shapes = ", ".join(str(tuple(weight.shape)) for weight in weights)
+        raise ValueError(
+            f"{tokens} tokens and weights {shapes} do not suit {name}; give numbers of tokens, inputs and outputs that "
+            "are multiples of 16"
+        )
+
+
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, scaled: tuple[Scaled, Scaled, Scaled]
 ) -> Tensor:
@@ -124,7 +136,12 @@ def linear(
     x (..., D) has 16 bits, weight (C, D) is fp32 or has x's dtype. The numbers of tokens, inputs and outputs are
     multiples of 16. `scaled` has the scales and statistics of x, of the weight, and of the gradient of the result. The
     forward pass adds to the first two statistics, and the backward pass to the last.
+
+    Raises:
+        ValueError: the shapes do not fit each other, or a number is not a multiple of 16.
     """
+    check_linear_shapes("fp8.linear", x, weight, bias, residual)
+    _check_sides("fp8.linear", x, weight)
     return apply_to_rows(_Linear, x, (weight.contiguous(), bias.contiguous()), residual, scaled)
 
 
@@ -136,6 +153,11 @@ def gelu_mlp(
 
     `scaled` is of the first layer and `out_scaled` of the second, as in `linear`. The backward pass
     computes GELU's result again, in the kernel that computes GELU's gradient.
+
+    Raises:
+        ValueError: the shapes do not fit each other, or a number is not a multiple of 16.
     """
+    check_mlp_shapes("fp8.gelu_mlp", x, weight, bias, out_weight, out_bias, residual)
+    _check_sides("fp8.gelu_mlp", x, weight, out_weight)
     parameters = tuple([parameter.contiguous() for parameter in (weight, bias, out_weight, out_bias)])
     return apply_to_rows(_GeluMLP, x, parameters, residual, scaled, out_scaled)

@@ -54,6 +54,21 @@ class _GeluMLP(torch.autograd.Function):
             return dx, dweight, dbias, dout_weight, dout_bias, dresidual, None
 
 
+def check_mlp_shapes(
+    name: str, x: Tensor, weight: Tensor, bias: Tensor, out_weight: Tensor, out_bias: Tensor, residual: Tensor | None
+) -> None:
+    """Raise a ValueError if the shapes of the two layers called `name` do not fit each other."""
+    inner, shape = bias.shape, (*x.shape[:-1], *out_bias.shape)
+    fits = (weight.shape, out_weight.shape) == ((*inner, *x.shape[-1:]), (*out_bias.shape, *inner))
+    if not fits or (residual is not None and residual.shape != shape):
+        given = (x, weight, bias, out_weight, out_bias, residual)
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in given if tensor is not None)
+        raise ValueError(
+            f"the shapes {shapes} do not fit; give {name} x (..., D), weight (C, D), bias (C,), out_weight (E, C), "
+            "out_bias (E,) and residual (..., E)"
+        )
+
+
 def gelu_mlp(
     x: Tensor, weight: Tensor, bias: Tensor, out_weight: Tensor, out_bias: Tensor, residual: Tensor | None = None,
     keep_output: bool = True,
@@ -70,14 +85,6 @@ def gelu_mlp(
     Raises:
         ValueError: the shapes do not fit each other.
     """
-    inner, shape = bias.shape, (*x.shape[:-1], *out_bias.shape)
-    fits = (weight.shape, out_weight.shape) == ((*inner, *x.shape[-1:]), (*out_bias.shape, *inner))
-    if not fits or (residual is not None and residual.shape != shape):
-        given = (x, weight, bias, out_weight, out_bias, residual)
-        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in given if tensor is not None)
-        raise ValueError(
-            f"the shapes {shapes} do not fit; give gelu_mlp x (..., D), weight (C, D), bias (C,), out_weight (E, C), "
-            "out_bias (E,) and residual (..., E)"
-        )
+    check_mlp_shapes("gelu_mlp", x, weight, bias, out_weight, out_bias, residual)
     parameters = weight, bias, out_weight, out_bias.contiguous()
     return apply_to_rows(_GeluMLP, x, parameters, residual, keep_output and torch.is_grad_enabled())

@@ -81,6 +81,20 @@ class _Linear(torch.autograd.Function):
         return dx, dweight, dbias, dout if ctx.needs_input_grad[3] else None
 
 
+def check_linear_shapes(name: str, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None) -> None:
+    """Raise a ValueError if the shapes of the linear layer called `name` do not fit each other."""
+    shape = *x.shape[:-1], weight.shape[0]
+    if (
+        weight.shape[1:] != x.shape[-1:]
+        or bias.shape != shape[-1:]
+        or (residual is not None and residual.shape != shape)
+    ):
+        shapes = ", ".join(str(tuple(t.shape)) for t in (x, weight, bias, residual) if t is not None)
+        raise ValueError(
+            f"the shapes {shapes} do not fit; give {name} x (..., D), weight (C, D), bias (C,) and residual (..., C)"
+        )
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None = None) -> Tensor:
     """Return x weight^T + bias + residual, (..., C) in x's dtype, whether or not autocast is on.
 
@@ -91,14 +105,5 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None = No
     Raises:
         ValueError: the shapes do not fit each other.
     """
-    shape = *x.shape[:-1], weight.shape[0]
-    if (
-        weight.shape[1:] != x.shape[-1:]
-        or bias.shape != shape[-1:]
-        or (residual is not None and residual.shape != shape)
-    ):
-        shapes = ", ".join(str(tuple(t.shape)) for t in (x, weight, bias, residual) if t is not None)
-        raise ValueError(
-            f"the shapes {shapes} do not fit; give linear x (..., D), weight (C, D), bias (C,) and residual (..., C)"
-        )
+    check_linear_shapes("linear", x, weight, bias, residual)
     return apply_to_rows(_Linear, x, (weight, bias.contiguous()), residual)

@@ -178,6 +178,34 @@ def test_weights_and_biases_may_have_any_strides(layer, sizes, monkeypatch):
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("layer", "sizes", "which", "shape"),
+    [
+        *((linear, (16, 32), which, shape) for which, shape in [(0, (48, 32)), (1, (32, 48)), (2, (16,)), (3, (32,))]),
+        (gelu_mlp, (16, 32, 16), 2, (16,)),
+        (gelu_mlp, (16, 32, 16), 3, (16, 48)),
+        (gelu_mlp, (16, 32, 16), 5, (48, 32)),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(layer, sizes, which, shape):
+    """GELU's kernel would read memory beyond the end of a bias, and a residual of other rows would be broadcast."""
+    inputs = inputs_of(*sizes)
+    inputs[which] = torch.zeros(shape, device=DEVICE)
+    with pytest.raises(ValueError, match=rf"the shapes \(.* do not fit; give fp8\.{layer.__name__} x \(..., D\)"):
+        layer(*inputs)
+
+
+@pytest.mark.parametrize(
+    ("layer", "sizes", "tokens"),
+    [(linear, (16, 40), 24), (linear, (24, 16), 24), (linear, (16, 16), 20), (gelu_mlp, (16, 24, 16), 24)],
+)
+def test_sides_that_are_not_multiples_of_16_are_refused(layer, sizes, tokens):
+    """cuBLAS refuses them too, but names no layer, and the number of tokens only in the backward pass."""
+    x, *parameters, residual = inputs_of(*sizes)
+    with pytest.raises(ValueError, match=rf"{2 * tokens} tokens and weights \(.* do not suit fp8\.{layer.__name__};"):
+        layer(x[:, :tokens], *parameters, residual[:, :tokens])
+
+
 @needs_fp8
 @pytest.mark.parametrize(("layer", "sizes"), [(linear, (16, 32)), (gelu_mlp, (16, 32, 16))])
 def test_layers_refuse_a_second_derivative(layer, sizes):
