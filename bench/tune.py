@@ -27,6 +27,7 @@ import torch
 from bench.attention.accuracy import relative_error
 from bench.attention.shapes import HIDDEN, TOKENS
 from bench.common.command_line import check_choice, check_output_file, launch
+from bench.common.results import write_text
 from bench.common.timing import Gpu, median_milliseconds
 from errors import UserError
 from kernels.common import dropout
@@ -237,7 +238,7 @@ def run(settings: TuneSettings) -> None:
     table["plain"] = others + tune(arch, settings.head_dims)
     if arch == "sm_90":
         table["hopper"] = tune_hopper(table["plain"])
-    Path(settings.out).write_text(render(table))
+    write_text(Path(settings.out), render(table))
     print(f"tiles for {arch} written to {settings.out}")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.common.command_line import check_output_file, launch
-from bench.common.results import ROOT
+from bench.common.results import ROOT, write_text
 from bench.lra.pathfinder import generate
 
 SIZE, SEED, GAP = 128, 1, 8
@@ -58,7 +58,7 @@ def _path(mask: np.ndarray, left: int, colour: str) -> str:
 
 def run(settings: PictureSettings) -> None:
     """Write the picture."""
-    settings.out.write_text(draw())
+    write_text(settings.out, draw())
     print(f"wrote {settings.out}")
 
 

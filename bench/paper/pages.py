@@ -4,6 +4,7 @@ from collections import Counter
 from pathlib import Path
 
 from bench.common.drawing import save
+from bench.common.results import write_text
 from bench.paper.tables import load_table
 
 CPU = "CPU, reference implementation"  # without a GPU, flash2 runs as the tiled algorithm in PyTorch
@@ -11,7 +12,7 @@ CPU = "CPU, reference implementation"  # without a GPU, flash2 runs as the tiled
 
 def publish(name: str, results: dict, folder: Path) -> None:
     """Write a table's page and its pictures to `folder`, beside its results."""
-    (folder / f"paper-{name}.md").write_text(page(name, results))
+    write_text(folder / f"paper-{name}.md", page(name, results))
     pictures = getattr(load_table(name), "pictures", lambda rows, device: {})
     for ending, figure in pictures(results["rows"], device_of(results)).items():
         for suffix in ("png", "svg"):

@@ -17,7 +17,7 @@ from bench.common.command_line import launch
 from bench.common.drawing import WIDTH, save, styled
 from bench.common.formatting import at_least, at_most, cost_text, length_text, speed_text, table
 from bench.common.looks import LOOKS
-from bench.common.results import ROOT, read_results
+from bench.common.results import ROOT, read_results, write_text
 from bench.paper.pages import page, publish
 from bench.paper.tables import load_table
 from bench.paper.tables.attention_speed import speed_lines
@@ -49,7 +49,7 @@ def run(settings: ReadmeSettings) -> None:
     """Update the tables and, if wanted, the pictures."""
     for file in RESULTS.parent.glob("*/paper-*.json"):  # of every GPU
         name, results = file.stem.removeprefix("paper-"), read_results(file)
-        file.with_suffix(".md").write_text(page(name, results))
+        write_text(file.with_suffix(".md"), page(name, results))
         if settings.pictures:
             publish(name, results, file.parent)
     if settings.pictures:
@@ -58,7 +58,7 @@ def run(settings: ReadmeSettings) -> None:
         save(speed_picture(attention), RESULTS / "attention-speed.svg")
         save(parity_picture(RESULTS), RESULTS / "parity.svg")
     for path in PAGES:
-        path.write_text(fill(path.read_text()))
+        write_text(path, fill(path.read_text()))
 
 
 def fill(text: str, results: Path = RESULTS) -> str:

@@ -9,6 +9,7 @@ from bench.common.command_line import launch
 from errors import UserError
 from kernels.flash2 import dispatch, tiles
 from kernels.flash2.tiles import HOPPER_CONFIGS, TABLE, TileConfig, hopper_config_for, plain_tiles_for
+from tests.e2e import largest_file
 
 TILE = {"queries": 64, "keys": 32, "warps": 4, "stages": 3}
 SMALL = {
@@ -108,6 +109,13 @@ def test_a_card_that_is_not_in_the_table_gets_rows_that_the_kernels_then_use(rtx
     assert len(written["plain"]) == len(shipped["plain"]) + 9
     assert [row for row in written["plain"] if row["arch"] != "sm_89"] == shipped["plain"]
     assert {**written, "plain": []} == {**shipped, "plain": []}
+
+
+def test_a_full_disk_leaves_the_old_table(rtx_4090):
+    """A cut table would stop flash2 on every GPU."""
+    with largest_file(10_000), pytest.raises(UserError, match=r"tiles.json cannot be written \(File too large\)"):
+        tune.run(tune.TuneSettings(head_dims=[64], out=str(rtx_4090)))
+    assert rtx_4090.read_text() == TABLE.read_text()
 
 
 def test_a_card_without_kernels_is_refused(rtx_4090, monkeypatch):

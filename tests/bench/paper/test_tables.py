@@ -8,9 +8,10 @@ import pytest
 from bench.paper import pages, runner
 from bench.paper.tables import TABLES, load_table
 from bench.report.readme import RESULTS
+from errors import UserError
 from tests.bench.paper import in_process
 from tests.bench.paper.in_process import tiny_models  # noqa: F401, a fixture
-from tests.e2e import run
+from tests.e2e import largest_file, run
 
 PICTURES = {"kernels": ["-forward", "-backward", "-both"], "ladder": ["-forward", "-backward"]}
 PICTURES |= {name: [""] for name in ("io", "scaling", "fusion", "hierarchy", "softmax", "approximate")}
@@ -56,3 +57,11 @@ PAGES = sorted(RESULTS.parent.glob("*/paper-*.json"))
 def test_the_committed_page_matches_its_results(file):
     made = pages.page(file.stem.removeprefix("paper-"), json.loads(file.read_text()))
     assert file.with_suffix(".md").read_text() == made
+
+
+def test_a_full_disk_leaves_the_old_page(tmp_path):
+    old, results = tmp_path / "paper-memory.md", json.loads((RESULTS / "paper-memory.json").read_text())
+    old.write_text("old")
+    with largest_file(100), pytest.raises(UserError, match=r"paper-memory.md cannot be written \(File too large\)"):
+        pages.publish("memory", results, tmp_path)
+    assert old.read_text() == "old"

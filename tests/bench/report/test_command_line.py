@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from bench.report import readme
+from errors import UserError
 from tests.e2e import largest_file, run
 
 PROGRAM = "bench/report/__main__.py"
@@ -78,3 +79,13 @@ def test_the_pages_are_updated(monkeypatch, tmp_path):
     monkeypatch.setattr(readme, "PAGES", [changed])
     readme.run(readme.ReadmeSettings())
     assert changed.read_text() == whole
+
+
+def test_a_full_disk_leaves_the_old_pages(monkeypatch, tmp_path):
+    changed = tmp_path / "results.md"
+    changed.write_text(before := readme.PAGES[1].read_text())
+    monkeypatch.setattr(readme, "PAGES", [changed])
+    monkeypatch.setattr(readme, "RESULTS", tmp_path / "results" / "h200")  # update no page of bench/results
+    with largest_file(1000), pytest.raises(UserError, match=r"results.md cannot be written \(File too large\)"):
+        readme.run(readme.ReadmeSettings())
+    assert changed.read_text() == before
