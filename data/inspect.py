@@ -56,7 +56,7 @@ def first_documents(tokens: np.ndarray, tokenizer: Tokenizer) -> list[str]:
 
 def _verify(folder: Path) -> str:
     meta = read_meta(folder)
-    if meta is None or "sha256" not in meta:
+    if not (meta and meta["sha256"]):
         return "no meta.json with checksums"
     for split in SPLITS:
         path = folder / f"{split}.bin"

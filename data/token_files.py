@@ -23,14 +23,16 @@ DTYPE = np.dtype("<u2")
 
 
 def read_meta(folder: Path) -> dict | None:
-    """Return the content of `folder`/meta.json, or None if there is no such file."""
+    """Return the content of `folder`/meta.json, or None if there is no such file. `sha256` is {} if it is missing."""
     path = folder / "meta.json"
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
         types = [(meta["tokenizer"], str), (meta["source"], dict)]
         types += [(meta["counts"][split]["tokens"], int) for split in SPLITS]
+        checksums = meta.get("sha256") or {}
+        types += [(checksums[f"{split}.bin"], str) for split in SPLITS if checksums]
         if all(isinstance(value, kind) for value, kind in types):
-            return meta
+            return meta | {"sha256": checksums}
     except FileNotFoundError:
         return None
     except NotADirectoryError as error:

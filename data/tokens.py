@@ -59,13 +59,12 @@ def open_tokens(config: DataConfig) -> TokenSet:
             "prepare the text again with `python -m data.prepare data=text data.tokenizer=byte data.source=input.txt`"
         )
     maps = {split: _open_split(folder / f"{split}.bin", meta, config) for split in SPLITS}
-    checksums = meta.get("sha256") if meta else None
     return TokenSet(
         **maps,
         tokenizer=config.tokenizer,
         vocab_size=vocab_size(config.tokenizer),
         dir=folder,
-        sha256=checksums.get("train.bin") if isinstance(checksums, dict) else None,
+        sha256=meta["sha256"].get("train.bin") if meta else None,
     )
 
 

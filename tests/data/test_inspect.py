@@ -1,3 +1,5 @@
+import json
+
 import numpy as np
 import pytest
 
@@ -48,11 +50,16 @@ def test_a_damaged_file_is_refused(corpus, tmp_path):
         inspect(corpus, log=lambda line: None)
 
 
-def test_files_without_a_description_are_inspected_too(corpus, tmp_path):
-    (tmp_path / "corpus" / "meta.json").unlink()
+def test_files_without_checksums_are_inspected_too(corpus, tmp_path):
+    path = tmp_path / "corpus" / "meta.json"
+    meta = json.loads(path.read_text())
     lines = []
+    for checksums in (None, {}):
+        path.write_text(json.dumps(meta | {"sha256": checksums}))
+        inspect(corpus, log=lines.append)
+    path.unlink()
     inspect(corpus, log=lines.append)
-    assert "no meta.json with checksums" in lines[0]
+    assert len([line for line in lines if line.endswith("no meta.json with checksums")]) == 3 * 2
 
 
 def test_tokens_of_another_tokenizer_are_refused(corpus, tmp_path):

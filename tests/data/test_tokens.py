@@ -7,6 +7,7 @@ import pytest
 from filelock import FileLock
 
 from data.config import DataConfig
+from data.inspect import inspect
 from data.token_files import TokenWriter, publish
 from data.tokens import open_tokens
 from errors import UserError
@@ -161,6 +162,16 @@ def test_a_foreign_meta_is_refused(corpus, text):
     (corpus / "meta.json").write_text(text)
     with pytest.raises(UserError, match=r"meta\.json does not describe token files"):
         open_tokens(config_of(corpus))
+
+
+@pytest.mark.parametrize("checksums", ["0123", ["0123"], 123, {"train.bin": "0123"}, {"train.bin": 1, "val.bin": 2}])
+def test_foreign_checksums_are_refused(corpus, checksums):
+    """data.inspect once ended with a traceback."""
+    meta = json.loads((corpus / "meta.json").read_text())
+    (corpus / "meta.json").write_text(json.dumps(meta | {"sha256": checksums}))
+    for act in (open_tokens, inspect):
+        with pytest.raises(UserError, match=r"meta\.json does not describe token files; delete it"):
+            act(config_of(corpus))
 
 
 def test_a_file_is_not_a_folder_of_tokens(corpus):
