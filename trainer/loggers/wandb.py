@@ -133,10 +133,20 @@ def _start_run(config: WandbConfig, run_config: dict[str, Any], folder: Path) ->
         raise
     except Exception as error:  # wandb raises many types
         raise UserError(
-            f"wandb.mode={config.mode} cannot start a run{where} ({described(error)}); fix the cause, "
+            f"wandb.mode={config.mode} cannot start a run{where} ({_cause(error)}); fix the cause, "
             f"or set wandb.mode={'offline' if config.mode == 'online' else 'disabled'}"
         ) from error
     return run
+
+
+def _cause(error: Exception) -> str:
+    """Return the cause of an error. The first line of a ValidationError does not name the setting that is refused."""
+    from pydantic import ValidationError  # a dependency of wandb
+
+    if not isinstance(error, ValidationError):
+        return described(error)
+    refused = error.errors()[0]
+    return f"wandb's setting {'.'.join(map(str, refused['loc']))}: {refused['msg']}"
 
 
 def server_problem(settings: Any) -> str | None:

@@ -194,6 +194,14 @@ def test_online_with_a_server_that_never_answers_is_refused(tmp_path):
     assert f"http://{host}" in out and "wandb.mode=offline" in out
 
 
+def test_a_variable_that_wandb_refuses_is_named(tmp_path):
+    """wandb's error begins "1 validation error for Settings"."""
+    code = REFUSED_ONLINE.replace('mode="online"', 'mode="offline"')
+    out, _ = run_python(code, tmp_path, WANDB_BASE_URL="my-server")
+    assert "offline cannot start a run (wandb's setting base_url: Input should be a valid URL, " in out
+    assert len(out.splitlines()) == 1 and "fix the cause, or set wandb.mode=disabled" in out
+
+
 class BrokenRun:
     def __init__(self):
         self.calls = []
