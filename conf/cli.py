@@ -165,7 +165,9 @@ def _refuse(sentence: str) -> NoReturn:
 
     torchrun adds a report of the failed processes. Only the first one is in the report, with the sentence.
     """
-    rank, size = started()
+    rank, size = 0, 1
+    with suppress(UserError):  # The sentence may be about the variables that give the rank.
+        rank, size = started()
     if rank:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # torchrun ends this process if the first one fails
         time.sleep(TORCHRUN_GRACE_S)

@@ -217,6 +217,21 @@ def test_torchruns_report_of_the_failed_processes_ends_with_the_sentence(workpla
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
+        ("train.seed=3", "RANK=a is not a number; start the program with torchrun, or unset RANK"),
+        ("model.n_head=3", "model.n_embd=32 is not a multiple of model.n_head=3"),
+    ],
+    ids=["no other mistake", "another mistake"],
+)
+def test_a_rank_that_is_not_a_number_leaves_one_sentence(workplace, monkeypatch, override, sentence):
+    """The program reads the rank again when it prints the sentence."""
+    monkeypatch.setenv("RANK", "a")
+    outcome = run("train.py", *TINY, override)
+    assert outcome.code == 2 and outcome.err.startswith(f"error: {sentence}") and len(outcome.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
         ("batch_size=4", "batch_size is not a setting (did you mean train.batch_size?)"),
         ("attention=naive,sdpa", "add -m to run one job per value"),
         ("train.compile=maybe", "train.compile=maybe has the wrong type; give a value of type bool | None"),

@@ -114,7 +114,7 @@ def join(parallel: str | None, device: str, timeout_s: int) -> Iterator[World]:
         return
     if missing := [key for key in (*PLACE, "MASTER_ADDR", "MASTER_PORT") if key not in os.environ]:
         raise UserError(f"torchrun's environment lacks {', '.join(missing)}; start the program with torchrun")
-    rank, size, local_rank, ranks_per_node = (int(os.environ[key]) for key in PLACE)
+    rank, size, local_rank, ranks_per_node = (_variable(key) for key in PLACE)
     if parallel == "hsdp" and size % ranks_per_node:
         raise UserError(
             f"parallel=hsdp needs the same number of processes on every node, and {size} is not a multiple of "
@@ -164,7 +164,16 @@ def choose_parallel(asked: str | None) -> str:
 
 def started() -> tuple[int, int]:
     """Return the rank of this process and the number of processes, (0, 1) for a single process."""
-    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    return _variable("RANK", 0), _variable("WORLD_SIZE", 1)
+
+
+def _variable(key: str, default: int | None = None) -> int:
+    """Return the number in an environment variable, which torchrun sets."""
+    value = os.environ.get(key, default)
+    try:
+        return int(value)
+    except ValueError as error:
+        raise UserError(f"{key}={value} is not a number; start the program with torchrun, or unset {key}") from error
 
 
 def refuse_several(program: str) -> None:

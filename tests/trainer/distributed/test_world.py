@@ -10,7 +10,7 @@ from torch import Tensor
 
 from errors import UserError
 from tests.several import ended, torchrun
-from trainer.distributed.world import World, choose_parallel, join
+from trainer.distributed.world import PLACE, World, choose_parallel, join
 from trainer.signals import StopRequest
 
 
@@ -44,6 +44,16 @@ def test_an_incomplete_environment_is_refused(monkeypatch, place):
         monkeypatch.setenv(key, value)
     missing = "torchrun.s environment lacks .*LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT; start the program with"
     with pytest.raises(UserError, match=missing), join(None, "cpu", timeout_s=3):
+        pass
+
+
+@pytest.mark.parametrize("key", PLACE)
+def test_a_variable_that_is_not_a_number_is_refused(monkeypatch, key):
+    place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"} | {key: "a"}
+    for name, value in (place | {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}).items():
+        monkeypatch.setenv(name, value)
+    sentence = f"^{key}=a is not a number; start the program with torchrun, or unset {key}$"
+    with pytest.raises(UserError, match=sentence), join(None, "cpu", timeout_s=3):
         pass
 
 
