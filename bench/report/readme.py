@@ -5,6 +5,7 @@ A test fails if a table differs from the results.
 
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -230,29 +231,51 @@ def trainer_text(row: dict) -> str:
     return f"{TRAINERS[row['trainer']]}, {row['attention']}{fp8}{eager}{recomputed}"
 
 
-def fp8_table(results: Path) -> str:
-    """Return our step in FP8 beside bf16 and the floor of bf16 in the same run of bench.training, from any GPU."""
-    lines, captions = [], []
+def fp8_cells(results: Path) -> Iterator[tuple[dict, dict, list[dict]]]:
+    """Yield each of our steps in FP8, from any GPU, with its results file and the other best rows of the same run."""
     for path in sorted(results.parent.glob("*/*training.json")):
         file = read_results(path)
         best = [row for row in file["rows"] if row["best"] and row["status"] == "ok"]
-        in_fp8 = [row for row in best if row.get("precision") == "fp8"]
-        captions += [caption(file)] if in_fp8 else []
-        for row in in_fp8:
-            cell = {key: row[key] for key in ("model", "context_length", "commit")}
-            [bf16] = [other for other in best if is_ours_in_bf16(other) and cell.items() <= other.items()]
-            speeds = (at_least(x["tokens_per_second"], 0) for x in (bf16, row))
-            gain = at_least(row["tokens_per_second"] / bf16["tokens_per_second"], 3)
-            memory = (f"{at_most(x['peak_gib'], 1)} GiB" for x in (bf16, row))
-            what = (
-                f"`{row['model']}`, {length_text(row['context_length'])}",
-                f"{bf16['batch_size']}, {row['batch_size']}",
-            )
-            lines.append([*what, *speeds, gain, ratio(row, file["rows"], "floor"), *memory])
+        for row in best:
+            if row["trainer"] == "ours" and row.get("precision") == "fp8":
+                cell = {key: row[key] for key in ("model", "context_length", "commit")}
+                yield file, row, [other for other in best if cell.items() <= other.items() and other is not row]
+
+
+def fp8_table(results: Path) -> str:
+    """Return our step in FP8 beside bf16 and the floor of bf16 in the same run of bench.training, from any GPU."""
+    lines, captions = [], {}
+    for file, row, others in fp8_cells(results):
+        captions[caption(file)] = None
+        [bf16] = filter(is_ours_in_bf16, others)
+        gpu = re.sub(r"NVIDIA | .*", "", file["environment"]["gpu"])
+        what = gpu, f"`{row['model']}`, {length_text(row['context_length'])}"
+        batches = f"{bf16['batch_size']}, {row['batch_size']}"
+        speeds = (at_least(x["tokens_per_second"], 0) for x in (bf16, row))
+        gain = at_least(row["tokens_per_second"] / bf16["tokens_per_second"], 3)
+        memory = (f"{at_most(x['peak_gib'], 1)} GiB" for x in (bf16, row))
+        lines.append([*what, batches, *speeds, gain, ratio(row, file["rows"], "floor"), *memory])
     if not lines:
         return "Not measured yet."
-    header = ["model, context", "micro-batches", "bf16, tokens/s", "FP8, tokens/s", "FP8 / bf16", "FP8 / floor of bf16"]
-    return f"{table([*header, 'peak memory, bf16', 'FP8'], lines)}\n\n{' '.join(captions)}"
+    header = ["GPU", "model, context", "micro-batches", "bf16, tokens/s", "FP8, tokens/s", "FP8 / bf16"]
+    header += ["FP8 / floor of bf16", "peak memory, bf16", "FP8"]
+    return f"{table(header, lines, left=2)}\n\n{' '.join(captions)}"
+
+
+def fp8_peers_table(results: Path) -> str:
+    """Return our step in FP8 beside nanoGPT, in bf16 and in torchao's FP8, in the same run of bench.training."""
+    lines, captions = [], {}
+    for file, row, others in fp8_cells(results):
+        peers = [other for other in others if other["trainer"] == "nanogpt"]
+        captions |= {f"{machine(file['environment'])}.": None} if peers else {}
+        for other in [row, *filter(is_ours_in_bf16, others), *peers] if peers else []:
+            what = f"`{row['model']}`, {length_text(row['context_length'])}", trainer_text(other)
+            ours = other["trainer"] == "ours"
+            times = "1" if other is row else at_least(row["tokens_per_second"] / other["tokens_per_second"], 2)
+            speed, memory = speed_text(other["tokens_per_second"], ours, 0), cost_text(other["peak_gib"], ours, 1)
+            lines.append([*what, str(other["batch_size"]), speed, times, f"{memory} GiB"])
+    header = ["model, context", "trainer, attention", "micro-batch", "tokens/s", "our FP8, times", "peak memory"]
+    return f"{table(header, lines, left=2)}\n\n{' '.join(captions)}" if lines else "Not measured yet."
 
 
 def fits_table(results: Path) -> str:
@@ -351,6 +374,7 @@ TABLE_OF = {
     "sparsity": sparsity_table,
     "key-heads": key_heads_table,
     "fp8": fp8_table,
+    "fp8-peers": fp8_peers_table,
     "scaling": scaling_table,
     "ladder": ladder_table,
     "bert": partial(table_of_any_gpu, "bert"),

@@ -90,10 +90,20 @@ def test_fp8_stands_beside_bf16_and_is_not_taken_for_it(tmp_path):
 
     rows = [row("ours", 4, 900.0, 12.0, best=False), row("ours", 8, 1000.0, 20.0)]
     rows += [row("ours", 16, 1299.9, 19.04, precision="fp8"), row("floor", 8, 1100.0, 0.0, best=False)]
-    environment = {"gpu": "GPU", "cpu": "CPU", "torch": "2", "triton": "3", "commit": "new", "date": "today"}
+    rows += [row("nanogpt", 8, 500.0, 30.0, attention="sdpa"), row("nanogpt", 4, 600.0, 15.0, best=False)]
+    rows += [row("nanogpt", 8, 649.9, 25.0, attention="sdpa", precision="rowwise")]
+    rows += [row("nanogpt", 8, 999.0, 25.0, commit="old")]
+    environment = {"gpu": "NVIDIA H100 80GB HBM3", "torch": "2", "triton": "3", "commit": "new"}
     (tmp_path / "gpu").mkdir()
     (tmp_path / "gpu" / "training.json").write_text(json.dumps({"environment": environment, "rows": rows}))
     made = readme.fp8_table(tmp_path / "gpu")
-    assert "| `gpt2`, 1k | 8, 16 | 1,000 | 1,299 | 1.299 | 1.18 | 20.0 GiB | 19.1 GiB |" in made
+    assert "| H100 | `gpt2`, 1k | 8, 16 | 1,000 | 1,299 | 1.299 | 1.18 | 20.0 GiB | 19.1 GiB |" in made
+    cells = [line.strip("| ").split(" | ")[1:5] for line in readme.fp8_peers_table(tmp_path / "gpu").splitlines()[2:6]]
+    assert cells == [
+        ["ours, flash2, FP8", "16", "1,299", "1"],
+        ["ours, flash2", "8", "1,000", "1.29"],
+        ["nanoGPT, sdpa", "8", "500", "2.59"],
+        ["nanoGPT, sdpa, torchao's FP8 (rowwise)", "8", "650", "2.00"],
+    ]
     assert "| gpt2, 1,024 | ours, flash2, FP8 | 16 |" in readme.training_table(tmp_path / "gpu")
     assert readme.fits_table(tmp_path / "gpu").endswith("| `gpt2`, 1k | none | 8 | 12 | 16 | 34 |")
