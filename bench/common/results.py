@@ -61,6 +61,13 @@ def write_text(out: Path, text: str) -> None:
         raise UserError(f"{out} cannot be written ({error.strerror}); make room or name another file") from error
 
 
+def set_aside(out: Path) -> None:
+    """Rename a results file to NAME.old, if there is one, so that a new measurement can be interrupted."""
+    out = out.resolve()  # as in write_text
+    if out.is_file():
+        out.replace(out.with_name(f"{out.name}.old"))
+
+
 def read_results(path: Path) -> dict:
     """Read a results file, or raise a UserError if it is missing, truncated, or from another program."""
     try:

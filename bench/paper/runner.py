@@ -37,7 +37,7 @@ from pathlib import Path
 import torch
 
 from bench.common.command_line import check_output_file
-from bench.common.results import ROOT, environment, read_results, results_folder, write
+from bench.common.results import ROOT, environment, read_results, results_folder, set_aside, write
 from bench.paper.pages import description, page, publish
 from bench.paper.settings import PaperSettings
 from bench.paper.tables import TABLES, load_table
@@ -58,8 +58,8 @@ def run(settings: PaperSettings) -> None:
     names = list(TABLES) if settings.table == "all" else [settings.table]
     files = {name: folder / f"paper-{name}.json" for name in names}
     if not settings.resume:  # an interrupted run with resume=false must itself be continued, so rename before measuring
-        for file in filter(Path.is_file, files.values()):
-            file.replace(file.with_name(f"{file.name}.old"))
+        for file in files.values():
+            set_aside(file)
     results = {name: begin(file, settings) for name, file in files.items()}
     pending = {name: missing(load_table(name).cells(settings), results[name]["rows"]) for name in names}
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, so that the cell's process ends too

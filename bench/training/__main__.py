@@ -19,7 +19,7 @@ import torch
 from bench.attention.contenders import available
 from bench.common.command_line import check_choice, check_output_file, check_positive, launch
 from bench.common.console import print_rows
-from bench.common.results import environment, results_folder, write
+from bench.common.results import environment, results_folder, set_aside, write
 from bench.common.timing import Gpu, recorded
 from bench.training.breakdown import breakdown
 from bench.training.floor import floor_finalists, floor_row
@@ -90,7 +90,8 @@ class TrainingSettings:
     budget_seconds: float = 3600
     """No cell begins after this time."""
     out: Path | None = None
-    """File to write. null writes bench/results/<this GPU>/training.json, but only if everything is measured."""
+    """File to write. null writes bench/results/<this GPU>/training.json, but only if everything is measured. The
+    old file is renamed to *.json.old at the start."""
 
     def __post_init__(self):
         check_positive(self, "batches", most=2**20)
@@ -122,6 +123,7 @@ def run(settings: TrainingSettings) -> None:
     gpu.wake()
     if out:
         print(f"the rows are written to {out} after each trainer")
+        set_aside(out)
     for cell in chosen_cells(settings):
         if time.monotonic() > until:
             print(f"budget_seconds={settings.budget_seconds:g} is used up; skipped: {cell.name}")

@@ -411,7 +411,7 @@ def test_micro_batches_are_tried_in_ascending_order():
 
 
 def test_rows_before_an_interruption_are_written(tmp_path, monkeypatch):
-    """The first cell is complete. The second is interrupted at its second trainer."""
+    """The first cell is complete. The second is interrupted at its second trainer. The old file is kept beside."""
     monkeypatch.setattr(compare, "Gpu", Cpu)
     monkeypatch.setattr(compare, "environment", lambda: {"commit": "e"})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -426,10 +426,12 @@ def test_rows_before_an_interruption_are_written(tmp_path, monkeypatch):
     monkeypatch.setattr(compare, "search", search)
     monkeypatch.setattr(compare, "floor_parts", lambda cell, finalists, gpu: {})
     out = tmp_path / "training.json"
+    out.write_text("old")
     trainers = ["ours:flash2", "ours:sdpa"]
     with pytest.raises(KeyboardInterrupt):
         compare.run(TrainingSettings(cells=["gpt2_1k", "gpt2_8k"], trainers=trainers, out=out))
     rows = [(r["context_length"], r["attention"], r["best"], r["commit"]) for r in json.loads(out.read_text())["rows"]]
+    assert (tmp_path / "training.json.old").read_text() == "old"
     assert rows == [(1024, "flash2", True, "e"), (1024, "sdpa", True, "e"), (8192, "flash2", False, "e")]
 
 
