@@ -117,7 +117,7 @@ def compile_model(model: GPT2, settings: TrainConfig, compute: Compute) -> nn.Mo
     torch._dynamo.config.optimize_ddp = settings.activation_checkpointing != "full"
     # Let torch cache graphs with our autograd functions on disk, so that a second start is faster.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
-    if not compute.world.is_sharded:
+    if not compute.world.is_sharded:  # one graph, because torch also fuses the end of a block with the next block
         return torch.compile(model, fullgraph=model.attention.fullgraph)
     for block in model.h:  # one by one, because FSDP gathers weights between the blocks
         block.forward = torch.compile(block.forward, fullgraph=model.attention.fullgraph)
