@@ -433,3 +433,12 @@ def test_built_in_corpus_trains_and_ends_with_a_sample(workplace):
     assert max(map(len, outcome.out.splitlines())) <= 100
     assert sorted(path.name for path in folder.iterdir()) == ["checkpoints", "config.yaml", "metrics.jsonl"]
     assert Path("tokens/stdlib/meta.json").is_file()
+
+
+def test_a_run_that_wandb_refuses_is_not_the_latest(workplace, monkeypatch):
+    def refuse(*_, **__):
+        raise UserError("wandb.mode=online cannot start a run")
+
+    monkeypatch.setattr("trainer.build.start_loggers", refuse)
+    assert run("train.py", "model=gpt2-nano", "train.max_steps=3", "device=cpu").code == 2
+    assert not Path("outputs/latest").exists()

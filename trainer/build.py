@@ -161,7 +161,8 @@ def open_logs(folder: Path, compute: Compute, changes: dict[str, list], **option
         new = path.with_name("config.yaml.tmp")  # a full disk leaves the old file
         new.write_text("".join(f"{note}\n" for note in notes) + settings)
         new.replace(path)
-        link_latest(folder)
-        return start_loggers(folder, has_mfu=_peak_flops(compute) is not None, **options)
+        loggers = start_loggers(folder, has_mfu=_peak_flops(compute) is not None, **options)
+        link_latest(folder)  # after the loggers, because wandb can refuse the run
+        return loggers
 
     return compute.world.agreed(lambda: start() if compute.world.is_first else Loggers([]))
