@@ -31,6 +31,7 @@ SPARSE_KEYS = {"window": "local", "pattern": "block_sparse"}
 """The settings that say which pairs are left out, and the variant of each."""
 BUILT_IN = *EXACT, *SPARSE_KEYS.values()
 """The variants that run everywhere."""
+MOST_TOKENS = 1024  # of the sequence that check_attention tries
 
 
 def build_attention(config: AttentionConfig) -> Attention:
@@ -79,10 +80,11 @@ def check_attention(
     documents: bool = False,
     sampling: bool = False,
 ) -> None:
-    """Run the variant on a few tokens, to find out before training what it cannot do.
+    """Run the variant on one sequence, to find out before training what it cannot do.
 
-    `groups` is the number of query heads that share a head of keys and values. The variant runs forward and backward,
-    and if `sampling` is asked for, once with a single query.
+    `groups` is the number of query heads that share a head of keys and values. The sequence has `context_length`
+    tokens, but at most MOST_TOKENS. The variant runs forward and backward, and if `sampling` is asked for, once with a
+    single query.
     """
     attention = build_attention(config)
     attention.check_length(context_length)
@@ -92,11 +94,12 @@ def check_attention(
     for keyword, is_asked, remedy in asked:
         if is_asked and keyword not in attention.keywords:
             raise UserError(f"{config} does not accept {keyword}; set {remedy} or use attention=flash2")
-    heads, kv_heads = 2 * groups, 2
-    packed = torch.randn(1, 64, (heads + 2 * kv_heads) * head_dim, device=device, dtype=dtype, requires_grad=True)
+    heads, kv_heads, length = 2 * groups, 2, min(context_length, MOST_TOKENS)
+    packed = torch.randn(1, length, (heads + 2 * kv_heads) * head_dim, device=device, dtype=dtype, requires_grad=True)
     options = {"causal": True, "scale": 1.0, "dropout_p": dropout_p}
     if documents:
-        options["cu_seqlens"] = torch.tensor([0, 9, 64], dtype=torch.int32, device=device)
+        cuts = [0, length - length // 2, length, length]  # with an empty document, as batches have at their end
+        options["cu_seqlens"] = torch.tensor(cuts, dtype=torch.int32, device=device)
     shared = f"{groups} query heads per key head, " if groups > 1 else ""
     task = (
         f"run on {device.type} with head_dim {head_dim}, {shared}{dtype}, dropout {dropout_p} and "
@@ -106,15 +109,19 @@ def check_attention(
     if groups > 1 and config.name not in BUILT_IN:  # the built-in variants all share heads
         remedy += ", such as naive, sdpa or flash2, or set model.n_kv_head=null"
     try:
-        out = _run_once(attention, *split_projection(packed, heads, kv_heads), **options)
+        inputs = split_projection(packed, heads, kv_heads)
+        out = _run_once(attention, *inputs, **options)
         if not out.requires_grad:
             raise ValueError("the output has no gradient; wrap a kernel in torch.autograd.Function")
-        out.backward(torch.ones_like(out))
+        grads = torch.autograd.grad(out, inputs, torch.ones_like(out), allow_unused=True)
+        if missing := [name for name, grad in zip("qkv", grads, strict=True) if grad is None]:
+            raise ValueError(f"the output has no gradient for {missing[0]}; return one from the backward pass")
         if sampling:
-            task = "sample with one query, 64 keys and causal=False"
+            keys = max(length - 1, 1)  # Samples have any number of keys.
+            task = f"sample with one query, {keys} keys and causal=False"
             remedy += ", or train with train.sample_tokens=0"
             q, k, v = split_projection(packed.detach(), heads, kv_heads)
-            _run_once(attention, q[:, -1:], k, v, causal=False, scale=1.0)
+            _run_once(attention, q[:, -1:], k[:, :keys], v[:, :keys], causal=False, scale=1.0)
     except attention.refusals as error:
         if is_of_memory(error):  # the remedies are others
             raise

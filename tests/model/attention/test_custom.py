@@ -79,6 +79,25 @@ def without_gradient(q, k, v, *, causal, scale):
     return attention(q, k, v, causal=causal, scale=scale).detach()
 
 
+def without_gradient_of_keys(q, k, v, *, causal, scale):
+    return attention(q, k.detach(), v, causal=causal, scale=scale)
+
+
+def of_long_sequences(q, k, v, *, causal, scale):
+    assert q.shape[1] % 96 == 0, "no kernel for this length"
+    return attention(q, k, v, causal=causal, scale=scale)
+
+
+def with_documents(q, k, v, *, causal, scale, cu_seqlens=None):
+    if cu_seqlens is None:
+        return attention(q, k, v, causal=causal, scale=scale)
+    parts = []
+    for start, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist()):
+        assert end > start, "no kernel for an empty document"
+        parts.append(attention(*(x.flatten(0, 1)[None, start:end] for x in (q, k, v)), causal=causal, scale=scale))
+    return torch.cat(parts, dim=1).view_as(q)
+
+
 def of_two_tensors(q, k, v, *, causal, scale):
     return v, v
 
@@ -187,10 +206,18 @@ def test_a_function_of_any_arguments_is_accepted_with_every_option():
     check_attention(custom("with_any"), **CHECK | {"dropout_p": 0.1, "documents": True, "sampling": True})
 
 
+def test_a_function_is_tried_with_the_length_and_the_documents_of_training():
+    check_attention(custom("of_long_sequences"), **CHECK | {"context_length": 192})
+    with pytest.raises(UserError, match="no kernel for this length"):
+        check_attention(custom("of_long_sequences"), **CHECK)
+    with pytest.raises(UserError, match="no kernel for an empty document"):
+        check_attention(custom("with_documents"), **CHECK | {"documents": True})
+
+
 def test_a_function_that_cannot_sample_is_refused_only_if_samples_are_asked_for():
     """It once ended a finished run with a traceback."""
     check_attention(custom("of_training"), **CHECK)
-    message = "cannot sample with one query, 64 keys and causal=False .AssertionError: no kernel.*train.sample_tokens=0"
+    message = "cannot sample with one query, 63 keys and causal=False .AssertionError: no kernel.*train.sample_tokens=0"
     with pytest.raises(UserError, match=message):
         check_attention(custom("of_training"), **CHECK | {"sampling": True})
 
