@@ -11,6 +11,7 @@ Examples:
   python -m bench.attention function=my_module:my_attention out=rows.json    and how fast is it?
 """
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,7 +31,8 @@ from model.attention.custom import is_installed
 
 LARGEST = {"seq_len": 2**24, "batch": 2**20, "heads": 2**16, "kv_heads": 2**16, "head_dim": 1024, "rounds": 10_000}
 ARCHITECTURES = "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "gfx90a", "gfx942"
-UNUSED = {"explain": ("function", "variants", "out"), "check": ("cells", "seq_len", "variants", "out")}
+UNUSED = {"explain": ("function", "variants", "rounds", "out")}
+UNUSED["check"] = "cells", "seq_len", "variants", "dtype", "rounds", "out"
 
 
 @dataclass
@@ -46,7 +48,7 @@ class AttentionSettings:
     check: bool = False
     """Only check `function`. Without a GPU this is always so."""
     dtype: str = "bfloat16"
-    """bfloat16, float16 or float32."""
+    """bfloat16, float16 or float32. check=true tries all three."""
     seq_len: int | None = None
     """Measure one shape of your own with this length, instead of `cells`."""
     batch: int | None = None
@@ -79,7 +81,7 @@ class AttentionSettings:
         if self.arch and not self.explain:
             raise UserError(f"arch={self.arch} has no effect; add explain=true, or leave arch out")
         for mode, key in ((mode, key) for mode, keys in UNUSED.items() if getattr(self, mode) for key in keys):
-            if getattr(self, key) is not None:
+            if getattr(self, key) != getattr(AttentionSettings, key):  # its default
                 raise UserError(f"{key}=... has no effect with {mode}=true; leave one of the two out")
 
 
@@ -91,7 +93,7 @@ def run(settings: AttentionSettings) -> None:
     on_gpu = torch.cuda.is_available()
     if not (on_gpu or settings.function):
         raise UserError("bench.attention finds no GPU; without one, use explain=true or function=module:function")
-    wrong = check_function(settings.function, "cuda" if on_gpu else "cpu") if settings.function else 0
+    counts = check_function(settings.function, "cuda" if on_gpu else "cpu") if settings.function else Counter()
     if not (on_gpu or settings.check):
         print("This machine has no GPU, so the function was checked but not timed.")
     if on_gpu and not settings.check:
@@ -99,7 +101,9 @@ def run(settings: AttentionSettings) -> None:
         rows = measure_all(shapes, variants, Gpu(), settings.rounds, out)
         if out:
             charts.draw(rows, out, environment())
-    if wrong:
+    elif not counts["ok"] + counts["wrong"]:  # a shape that is timed is also checked, so timing needs no such case
+        raise UserError(f"function={settings.function} supports none of the cases; see the reasons above")
+    if wrong := counts["wrong"]:
         raise UserError(f"function={settings.function} computes wrong results in {wrong} cases; see the table above")
 
 

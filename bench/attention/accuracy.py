@@ -121,29 +121,44 @@ def check(contender: Contender, shape: AttentionShape, truth: Truth) -> None:
     """Run a variant once on the whole input. Store its error, and store dout in the layout of its output.
 
     Raises:
-        WrongResult: the output has another shape, a result is not finite, or an error exceeds the allowed one.
+        WrongResult: the output has another shape or dtype, a gradient is missing, a result is not finite, an error
+            exceeds the allowed one, or the variant changed its inputs.
     """
+    inputs = [leaf.detach().clone() for leaf in contender.leaves]
     out = contender.forward()
-    if out.shape != contender.dout.shape:
-        raise WrongResult(f"out has shape {tuple(out.shape)}, not {tuple(contender.dout.shape)}")
+    check_output(out, contender.dout)
+    if not out.requires_grad:
+        raise WrongResult("out has no gradient; wrap a kernel in torch.autograd.Function")
     contender.dout = torch.empty_like(out).copy_(contender.dout)
     got = [out.detach()]
     try:
-        grads = torch.autograd.grad(out, contender.leaves, contender.dout)
+        grads = torch.autograd.grad(out, contender.leaves, contender.dout, allow_unused=True)
         got += grads if len(grads) == 3 else grads[0].unbind(2)
     except torch.OutOfMemoryError:
         pass  # the rows of the passes with a backward will report it
+    if not all(map(torch.equal, inputs, contender.leaves)):
+        raise WrongResult("q, k or v was changed; copy an input before you write to it")
     contender.error = judge(contender.variant, dict(zip(NAMES, got, strict=False)), shape, truth)
 
 
-def judge(variant: str, results: dict[str, Tensor], shape: AttentionShape, truth: Truth) -> float:
+def check_output(out: object, like: Tensor) -> None:
+    """Raise a WrongResult if `out` is not a tensor with the shape and the dtype of `like`."""
+    expected = f"{tuple(like.shape)} {like.dtype}"
+    found = f"{tuple(out.shape)} {out.dtype}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
+    if found != expected:
+        raise WrongResult(f"out is {found}, not {expected}")
+
+
+def judge(variant: str, results: dict[str, Tensor | None], shape: AttentionShape, truth: Truth) -> float:
     """Return the largest relative error of some of out, dq, dk and dv, which are given by name.
 
     Raises:
-        WrongResult: a result is not finite, or its error exceeds the allowed one.
+        WrongResult: a result is None or not finite, or its error exceeds the allowed one.
     """
     exact_of, allowed_of = (dict(zip(NAMES, x, strict=True)) for x in (truth.exact, truth.allowed(variant)))
     for name, x in results.items():
+        if x is None:
+            raise WrongResult(f"{name} is missing")
         if not x.isfinite().all():
             raise WrongResult(f"{name} is not finite")
     errors = {name: relative_error(pick(x, shape.kv_heads, truth.pairs), exact_of[name]) for name, x in results.items()}

@@ -1,7 +1,8 @@
 """Check a user's attention function against fp64 on many small shapes. accuracy.py judges output and gradients.
 
 The function is called as function(q, k, v, causal=..., scale=...) with q (B, T, H, D), k and v (B, T, G, D). If it has
-the keywords cu_seqlens and dropout_p, they are checked too. Every exception counts as "unsupported".
+the keywords cu_seqlens and dropout_p, they are checked too. A result of another shape or dtype, a missing gradient and
+a changed input are wrong. Every exception counts as "unsupported".
 
 B batch, T sequence length, H query heads, G key/value heads, D head size.
 """
@@ -16,38 +17,38 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bench.attention.accuracy import WrongResult, check, truth_of
+from bench.attention.accuracy import WrongResult, check, check_output, in_chunks, judge, pick, truth_of
 from bench.attention.contenders import bind, draw_inputs
 from bench.attention.shapes import DTYPES, AttentionShape
-from kernels.naive.definition import visible
+from kernels.naive.definition import standard_attention, visible
 from model.attention import Attention, Custom, load_function
 
-LENGTHS = 1, 63, 111, 1025
+LENGTHS = 1, 63, 512, 1025  # a kernel may need multiples of its tiles
 HEAD_DIMS = 40, 64, 80, 96, 128
 DROPOUT = 0.1
 
 
-def check_function(name: str, device: str) -> int:
-    """Check the function `name` (module:function), print a table, and return how many cases are wrong."""
+def check_function(name: str, device: str) -> Counter[str]:
+    """Check the function `name` (module:function), print a table, and count the cases: ok, wrong and unsupported."""
     function = Custom(f"function={name}", load_function(name))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # The matrices are too small for several threads.
     try:
-        return count_wrong(name, function, device)
+        return count_cases(name, function, device)
     finally:
         torch.set_num_threads(threads)
 
 
-def count_wrong(name: str, function: Custom, device: str) -> int:
-    """Run and print all cases, and return how many are wrong."""
+def count_cases(name: str, function: Custom, device: str) -> Counter[str]:
+    """Run and print all cases, and count them by their status."""
     print(f"{name} on {device}: largest error of out, dq, dk and dv against fp64, by head size")
     print(f"{'':34}" + "".join(f"{head_dim:13}" for head_dim in HEAD_DIMS))
     counts: Counter[str] = Counter()
     failures: dict[tuple[str, str], list[str]] = {}  # by status and reason without its numbers
-    for dtype, (label, judge) in itertools.product(DTYPES, cases(name, function, device)):
+    for dtype, (label, error_of) in itertools.product(DTYPES, cases(name, function, device)):
         line = f"{dtype:10}{label:24}"
         for head_dim in HEAD_DIMS:
-            status, text = outcome_of(function, partial(judge, dtype, head_dim))
+            status, text = outcome_of(function, partial(error_of, dtype, head_dim))
             counts[status] += 1
             line += f"{text if status == 'ok' else status:>13}"
             if status != "ok":
@@ -58,13 +59,13 @@ def count_wrong(name: str, function: Custom, device: str) -> int:
         more = f" ({len(of_kind) - 1} more like this)" if len(of_kind) > 1 else ""
         print(f"{status}: {of_kind[0]}{more}")
     print(f"{counts['ok']} ok, {counts['wrong']} wrong, {counts['unsupported']} unsupported")
-    return counts["wrong"]
+    return counts
 
 
-def outcome_of(function: Custom, judge: Callable[[], float]) -> tuple[str, str]:
+def outcome_of(function: Custom, error_of: Callable[[], float]) -> tuple[str, str]:
     """Return ("ok", error) of one case, or ("wrong" or "unsupported", reason)."""
     try:
-        return "ok", f"{judge():.1e}"
+        return "ok", f"{error_of():.1e}"
     except WrongResult as error:
         return "wrong", str(error)
     except Exception as error:
@@ -72,12 +73,14 @@ def outcome_of(function: Custom, judge: Callable[[], float]) -> tuple[str, str]:
 
 
 def cases(name: str, function: Attention, device: str) -> list[tuple[str, Callable[[str, int], float]]]:
-    """Return (label, judge) of each case. judge(dtype, head_dim) returns an error, or raises."""
+    """Return (label, error_of) of each case. error_of(dtype, head_dim) returns the largest error, or raises."""
 
-    def judge(shape: AttentionShape, dtype: str, head_dim: int, seen: Tensor | None = None, **options) -> float:
+    def in_shape(
+        shape: AttentionShape, dtype: str, head_dim: int, seen: Tensor | None = None, attend=function, **options
+    ) -> float:
         shape = replace(shape, dtype=dtype, head_dim=head_dim)
         inputs = draw_inputs(shape, device)
-        contender = bind(name, partial(function, **options), shape, inputs)
+        contender = bind(name, partial(attend, **options), shape, inputs)
         check(contender, shape, truth_of(shape, inputs, seen))
         return contender.error
 
@@ -85,9 +88,9 @@ def cases(name: str, function: Attention, device: str) -> list[tuple[str, Callab
     for causal, length in itertools.product((True, False), LENGTHS):
         size = 1 if length > 1000 else 2  # of batch and heads; a CPU needs most of its time for long sequences
         shape = AttentionShape("check", size, length, heads=size, head_dim=64, causal=causal)
-        found.append((f"{'causal' if causal else 'full'}, length {length}", partial(judge, shape)))
+        found.append((f"{'causal' if causal else 'full'}, length {length}", partial(in_shape, shape)))
     shape = AttentionShape("check", batch=2, seq_len=111, heads=2, head_dim=64)
-    cuts = [0, 40, 111, 151, 222]  # two documents in each sequence
+    cuts = [0, 40, 111, 151, 222, 222, 222]  # two documents in each sequence; training pads with empty documents too
     document = torch.arange(111) >= cuts[1]
     documents = {
         "cu_seqlens": torch.tensor(cuts, dtype=torch.int32, device=device),
@@ -95,26 +98,62 @@ def cases(name: str, function: Attention, device: str) -> list[tuple[str, Callab
     }
     return [
         *found,
-        ("views of one projection", partial(judge, replace(shape, packed=True))),
-        ("grouped heads, 4 to 2", partial(judge, replace(shape, heads=4))),
-        ("documents (cu_seqlens)", partial(judge, shape, **documents)),
-        (f"dropout_p={DROPOUT}", partial(judge_dropout, function, device)),
+        ("views of one projection", partial(in_shape, replace(shape, packed=True))),
+        ("another scale", partial(in_shape, shape, attend=partial(rescaled, function))),
+        ("grouped heads, 4 to 2", partial(in_shape, replace(shape, heads=4))),
+        ("documents (cu_seqlens)", partial(in_shape, shape, **documents)),
+        (f"dropout_p={DROPOUT}", partial(with_dropout, name, function, device)),
+        ("one query, all keys", partial(with_one_query, name, function, device)),
     ]
 
 
-def judge_dropout(function: Attention, device: str, dtype: str, head_dim: int) -> float:
-    """Return how far the mean output is from 1 if q and k are 0 and v is 1: then out sums the kept probabilities."""
+def rescaled(function: Attention, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
+    """Call the function with half the queries and twice the scale, which changes no result."""
+    return function(q / 2, k, v, causal=causal, scale=2 * scale)
+
+
+def with_one_query(name: str, function: Attention, device: str, dtype: str, head_dim: int) -> float:
+    """Return the error if the last query alone attends to all keys, as in sampling."""
+    shape = AttentionShape("check", 2, 111, heads=2, head_dim=head_dim, dtype=dtype)
+    inputs = draw_inputs(shape, device)
+    last = inputs.q[:, -1:]
+    with torch.no_grad():
+        out = function(last, inputs.k, inputs.v, causal=False, scale=head_dim**-0.5)
+    check_output(out, last)
+    truth = truth_of(shape, inputs)
+    return judge(name, {"out": out}, shape, truth._replace(exact=[x[:, -1:] for x in truth.exact]))
+
+
+def with_dropout(name: str, function: Attention, device: str, dtype: str, head_dim: int) -> float:
+    """Return the error of causal attention with dropout. The values are unit vectors, so out shows what was kept."""
+    shape = AttentionShape("check", 2, head_dim, heads=4, head_dim=head_dim, dtype=dtype)
+    inputs = draw_inputs(shape, device)
+    units = torch.eye(head_dim, dtype=inputs.v.dtype, device=device)[:, None].expand_as(inputs.v).contiguous()
+    inputs = inputs._replace(q=inputs.q / 2, v=units)  # smaller scores, so that no probability is rounded to 0
     torch.manual_seed(0)
-    length = 256
-    zeros = torch.zeros(2, length, 4, head_dim, dtype=DTYPES[dtype], device=device)
-    q, k, v = (x.requires_grad_() for x in (zeros.clone(), zeros.clone(), zeros + 1))
-    out = function(q, k, v, causal=False, scale=head_dim**-0.5, dropout_p=DROPOUT)
-    out.sum().backward()
-    sums = out.detach().double()[..., 0]
-    deviation = (DROPOUT / (1 - DROPOUT) / length) ** 0.5
-    error, found = abs(sums.mean().item() - 1), sums.std().item()
-    if not (error < 5 * deviation / sums.numel() ** 0.5 and 0.8 * deviation < found < 1.25 * deviation):
+    contender = bind(name, partial(function, dropout_p=DROPOUT), shape, inputs)
+    out = contender.forward()
+    check_output(out, inputs.q)
+    keep = out.detach().transpose(1, 2) != 0
+    check_kept(keep.tril())
+    truth = truth_of(shape, inputs)  # math attention takes no mask, so the yardstick is its error without dropout
+    same_mask = partial(standard_attention, dropout_p=DROPOUT, keep=keep.flatten(0, 1)[:, None])
+    picked = [pick(x, shape.kv_heads, truth.pairs).double() for x in inputs[:4]]
+    contender.forward = lambda: out
+    check(contender, shape, truth._replace(exact=in_chunks(same_mask, *picked, causal=True)))
+    return contender.error
+
+
+def check_kept(keep: Tensor) -> None:
+    """Raise a WrongResult if dropout did not keep each causal pair with the same probability, on its own.
+
+    keep (B, H, T, T) boolean, False above the diagonal, says which probabilities are not 0.
+    """
+    pairs = torch.arange(1, keep.shape[-1] + 1, device=keep.device).expand(keep.shape[:-1])  # of each query
+    deviations = (keep.sum(-1) - pairs * (1 - DROPOUT)) / (pairs * DROPOUT * (1 - DROPOUT)) ** 0.5
+    mean, spread = deviations.mean().item(), deviations.std().item()
+    if not (abs(mean) < 5 / pairs.numel() ** 0.5 and 0.8 < spread < 1.25):
+        share = 1 - keep.sum().item() / pairs.sum().item()
         raise WrongResult(
-            f"the sums of kept probabilities are {sums.mean():.3f} +- {found:.4f}; 1 +- {deviation:.4f} is right"
+            f"dropout_p={DROPOUT} drops {share:.3f} of the probabilities, with {spread:.2f} times the spread of chance"
         )
-    return error

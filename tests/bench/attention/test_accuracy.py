@@ -8,6 +8,13 @@ from kernels.naive.definition import standard_attention
 from tests.bench.stopwatch import measure
 
 
+def halved(v: torch.Tensor) -> torch.Tensor:
+    """Return v, and leave half of v in the caller's tensor."""
+    kept = v.detach().clone()
+    v.detach().mul_(0.5)
+    return v + (kept - v).detach()
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -15,9 +22,20 @@ from tests.bench.stopwatch import measure
         (lambda q, k, v, causal, scale: standard_attention(q, k, v, causal=False, scale=scale), "out is off by"),
         (lambda q, k, v, **options: standard_attention(q, k.detach() + 0 * k, v, **options), "dk is off by"),
         (lambda q, k, v, **options: standard_attention(q, k, v, **options) / 0, "out is not finite"),
-        (lambda q, k, v, **options: standard_attention(q, k, v, **options)[:, 1:], "out has shape"),
+        (
+            lambda q, k, v, **options: standard_attention(q, k, v, **options)[:, 1:],
+            "out is (2, 32, 2, 16) torch.bfloat16, not (2, 33",
+        ),
+        (lambda q, k, v, **options: standard_attention(q, k, v, **options).float(), "torch.float32, not"),
+        (lambda q, k, v, **options: [standard_attention(q, k, v, **options)], "out is a list, not"),
+        (lambda q, k, v, **options: standard_attention(q, k, v, **options).detach(), "out has no gradient"),
+        (lambda q, k, v, **options: standard_attention(q, k.detach(), v, **options), "dk is missing"),
+        (lambda q, k, v, **options: standard_attention(q, k, halved(v), **options), "q, k or v was changed"),
     ],
-    ids=["10 % off", "no mask", "a gradient is missing", "not finite", "another shape"],
+    ids=[
+        *("10 % off", "no mask", "a gradient of zeros", "not finite", "another shape", "another dtype", "no tensor"),
+        *("no backward pass", "no gradient of k", "changed values"),
+    ],
 )
 def test_a_wrong_variant_is_a_failed_row_without_a_timing(wrong, message):
     rows = measure({"flex": wrong, "flash2": flash2})

@@ -1,6 +1,7 @@
 """The settings of bench.attention: which shapes, variants and files they choose, and what is refused."""
 
 import itertools
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -71,7 +72,7 @@ NAMES = [], [""], ["nope"], [["gpt2"]], ["gpt2", "gpt2"]
 def test_odd_settings_are_computed_or_refused_in_one_sentence(monkeypatch):
     """They are accepted with a stub in place of the measurement, on a GPU and without one, or raise a UserError."""
     monkeypatch.setattr(attention, "measure_all", lambda *_: [])
-    monkeypatch.setattr(attention, "check_function", lambda *_: 0)
+    monkeypatch.setattr(attention, "check_function", lambda *_: Counter(ok=1))
     monkeypatch.setattr(attention, "Gpu", lambda: None)
     function = {"function": "kernels.naive.definition:standard_attention"}
     others = [{"dtype": dtype} for dtype in ("int8", "", "float16")]
