@@ -114,7 +114,7 @@ def summarise(variant: str, folder: Path) -> dict:
         "tokens": run.rows[-1]["tokens"],
         "val_loss": curves["val/loss"][-1][1],
         **{key: run.typical(f"perf/{key}") for key in speeds},
-        "peak_gib": max(run.finite("memory/peak_allocated_gib"), default=0),
+        "peak_gib": max(run.finite("memory/peak_allocated_gib"), default=None),  # a GPU's memory
         "loss_curve": curves["train/loss"],
         "val_curve": curves["val/loss"],
     }
