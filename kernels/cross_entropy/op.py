@@ -89,11 +89,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
-    """Return the mean of -log softmax(hidden @ weight.T)[target] over tokens with a target >= 0, in nats, fp32.
+    """Return the mean of -log softmax(hidden @ weight.T)[target] over tokens with a target >= 0, in nats.
 
-    hidden (N, C), weight (padded V, C) with vocab_size true rows, targets (N,) below vocab_size, which is not checked.
-    The products are computed in hidden's dtype. The gradient by weight is summed in the weight's dtype, and its rows of
-    padding are zero.
+    hidden (N, C), weight (padded V, C) with vocab_size true rows, targets (N,) integers below vocab_size, which is not
+    checked. The loss is fp32, or fp64 for fp64 hidden on a CPU. The products are computed in hidden's dtype. The
+    gradient by weight is summed in the weight's dtype, and its rows of padding are zero.
 
     Raises:
         ValueError: hidden and weight differ in C, targets are not N, or weight has fewer rows than vocab_size.

@@ -93,7 +93,7 @@ def warps_of(block: int, arch: str) -> int:
 def cross_entropy_(logits: Tensor, targets: Tensor, vocab_size: int, gradient: bool) -> Tensor:
     """Compute definition.cross_entropy_, for logits with dense rows."""
     losses = torch.empty(len(logits), device=logits.device)
-    block = min(triton.next_power_of_2(logits.shape[1]), LONGEST_BLOCK)
+    block = min(max(triton.next_power_of_2(logits.shape[1]), 8), LONGEST_BLOCK)
     warps = warps_of(block, arch_of(logits.device))
     arguments = logits, targets, losses, logits.stride(0), vocab_size, logits.shape[1]
     interpreted = logits.device.type == "cpu"

@@ -156,8 +156,9 @@ def _prepare(
     window: int | None = None, cu_seqlens: Tensor | None = None, blocks: Listed | None = None,
 ) -> Options:  # fmt: skip
     """Check the inputs and return the operators' options. The defaults are flash2's."""
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    dropout_p = float(dropout_p)
+    if scale is None:
+        scale = max(q.shape[-1:].numel(), 1) ** -0.5  # shapes are only checked below
+    scale, dropout_p = float(scale), float(dropout_p)
     check_inputs("flash2", q, k, v, scale, dropout_p, cu_seqlens)
     if window is not None and not (causal and isinstance(window, int) and window >= 1):
         raise ValueError(

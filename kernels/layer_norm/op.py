@@ -61,9 +61,10 @@ def normalise(
     sum of x's gradient over the rows, is summed here in fp32.
 
     Raises:
-        ValueError: added_bias is not (C,).
+        ValueError: weight, bias or added_bias is not (C,).
     """
-    if added_bias is not None and added_bias.shape != x.shape[-1:]:
-        raise ValueError(f"added_bias is {tuple(added_bias.shape)}; for x (..., {x.shape[-1]}), give ({x.shape[-1]},)")
+    for name, parameter in (("weight", weight), ("bias", bias), ("added_bias", added_bias)):
+        if parameter is not None and parameter.shape != x.shape[-1:]:
+            raise ValueError(f"{name} is {tuple(parameter.shape)}; for x (..., {x.shape[-1]}), give ({x.shape[-1]},)")
     with torch.autocast(x.device.type, enabled=False):
         return _Normalise.apply(x, weight.contiguous(), bias.contiguous(), eps, added_bias)

@@ -27,7 +27,16 @@ def reference(logits: torch.Tensor, targets: torch.Tensor, vocab_size: int) -> t
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("rows", "vocab_size", "padded"),
-    [(3, 1, 64), (2, 64, 64), (5, 257, 320), (2, 4095, 4096), (2, 8192, 8192), (3, 9001, 9024), (2, 50257, 50304)],
+    [
+        (4, 3, 4),
+        (3, 1, 64),
+        (2, 64, 64),
+        (5, 257, 320),
+        (2, 4095, 4096),
+        (2, 8192, 8192),
+        (3, 9001, 9024),
+        (2, 50257, 50304),
+    ],
 )
 def test_losses_and_gradients_are_as_accurate_as_torchs(implementation, dtype, rows, vocab_size, padded):
     torch.manual_seed(vocab_size)

@@ -164,8 +164,9 @@ def test_gradients_can_be_batched():
         ({"kv_heads": 3}, "heads a multiple of kv_heads"),
         ({"dtype": torch.int64}, "dtype=torch.int64 .*give float32, float16 or bfloat16"),
         ({"seq_k": 0}, "at least one query and one key"),
+        ({"head_dim": 0}, "head_dim=0 does not suit flash2"),
     ],
-    ids=["small_head", "uneven_groups", "integers", "no_keys"],
+    ids=["small_head", "uneven_groups", "integers", "no_keys", "no_head"],
 )
 def test_refuses_what_it_cannot_do(change, message):
     q, k, v, _ = draw(Case()._replace(**change), "cpu")

@@ -80,10 +80,13 @@ def test_the_variance_is_computed_around_the_mean(implementation):
     torch.testing.assert_close(rstd.double(), wanted, rtol=1e-5, atol=0)
 
 
-def test_a_bias_of_another_width_is_refused():
+@pytest.mark.parametrize("name", ["weight", "bias", "added_bias"])
+def test_a_weight_or_bias_of_another_width_is_refused(name):
+    """The kernel would read past its end."""
     x, ones = torch.randn(8, 24, device=DEVICE), torch.ones(24, device=DEVICE)
-    with pytest.raises(ValueError, match=r"added_bias is \(1,\); for x \(..., 24\), give \(24,\)"):
-        normalise(x, ones, ones, EPS, ones[:1])
+    given = {"weight": ones, "bias": ones, "added_bias": ones} | {name: ones[:1]}
+    with pytest.raises(ValueError, match=rf"^{name} is \(1,\); for x \(..., 24\), give \(24,\)"):
+        normalise(x, eps=EPS, **given)
 
 
 @pytest.mark.gpu
