@@ -11,13 +11,15 @@ from trainer.loggers.base import Logger, Metrics, finite
 class JsonlLogger(Logger):
     """Append rows {"step": ..., "tokens": ..., metrics} to a file. A row is on disk when `log` returns.
 
-    NaN and infinity become null. `on_failure` reports once if the disk refuses a row; the next `log` tries again.
+    NaN and infinity become null. If the disk refuses a row, the row waits in memory and the next `log` tries again.
+    `on_failure` reports each outage once, and how many rows are lost if an outage lasts until the end.
     """
 
     def __init__(self, path: Path, on_failure: Callable[[str], None]):
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab")
+        self._file = path.open("ab", buffering=0)  # our own buffer says what is not on disk
+        self._waiting = b""
         self._on_failure, self._has_failed = on_failure, False
 
     def log(self, step: int, tokens: int, metrics: Metrics) -> None:
@@ -27,18 +29,29 @@ class JsonlLogger(Logger):
         self._write({"step": step, "tokens": tokens, "settings_changed": changes})
 
     def _write(self, row: dict) -> None:
-        self._attempt(lambda: self._file.write(json.dumps(row, allow_nan=False).encode() + b"\n"))
-        self._attempt(self._file.flush)
+        self._waiting += json.dumps(row, allow_nan=False).encode() + b"\n"
+        self._attempt(self._flush)
+
+    def _flush(self) -> None:
+        while self._waiting:  # a disk that is nearly full takes a part
+            self._waiting = self._waiting[self._file.write(self._waiting) :]
 
     def close(self, failed: bool = False) -> None:
+        if self._file.closed:
+            return
+        self._attempt(self._flush)
         self._attempt(self._file.close)
+        if rows := self._waiting.count(b"\n"):
+            self._on_failure(f"{self.path} lacks the last {rows} rows, because the disk refused them until the end")
 
     def _attempt(self, action: Callable[[], object]) -> None:
         try:
             action()
+            self._has_failed = False
         except OSError as error:
             if not self._has_failed:
-                self._on_failure(f"{self.path} cannot be written ({error.strerror}); training goes on, make room")
+                why = f"{self.path} cannot be written ({error.strerror})"
+                self._on_failure(f"{why}; make room: training goes on, and the rows wait in memory")
             self._has_failed = True
 
 

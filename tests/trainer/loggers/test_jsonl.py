@@ -50,26 +50,29 @@ def test_an_incomplete_last_line_is_removed(tmp_path, torn):
     assert [row["step"] for row in rows(path)] == [10, 20]
 
 
-def test_a_full_disk_is_reported_once_and_no_row_is_torn(tmp_path):
-    """The rows wait in the file's buffer. Rows beyond the buffer's size are lost as a whole."""
+def test_each_outage_of_the_disk_is_reported_once_and_no_row_is_lost(tmp_path):
+    """Rows beyond the buffer of Python's file were lost, and a second outage was not reported."""
     reports = []
     log = JsonlLogger(tmp_path / "metrics.jsonl", on_failure=reports.append)
     log.log(1, 10, {"train/loss": 3.5})
-    with e2e.largest_file(log.path.stat().st_size + 5):  # half a row fits
-        for step in range(2, 1000):
-            log.log(step, 10 * step, {"train/loss": 3.5})
-    assert len(reports) == 1 and "metrics.jsonl cannot be written (File too large)" in reports[0]
-    log.log(1000, 40, {})
+    for outage in (1, 2):
+        with e2e.largest_file(log.path.stat().st_size + 5):  # half a row fits
+            for step in range(1000 * outage - 998, 1000 * outage):
+                log.log(step, 10 * step, {"train/loss": 3.5})
+        assert len(reports) == outage and "metrics.jsonl cannot be written (File too large)" in reports[-1]
+        log.log(1000 * outage, 40, {})
+        log.log(1000 * outage + 1, 40, {})
     log.close()
-    steps = [row["step"] for row in rows(log.path)]
-    assert steps[:50] == list(range(1, 51)) and steps[-1] == 1000
+    assert [row["step"] for row in rows(log.path)] == list(range(1, 2002)) and len(reports) == 2
 
 
 def test_a_disk_that_is_full_at_the_end_is_reported(tmp_path):
+    """The run ended with status 0 and did not say that rows are missing."""
     reports = []
     log = JsonlLogger(tmp_path / "metrics.jsonl", on_failure=reports.append)
     with e2e.largest_file(5):
         log.log(1, 10, {})
+        log.log(2, 20, {})
         log.close()
     log.close()
-    assert len(reports) == 1
+    assert len(reports) == 2 and "metrics.jsonl lacks the last 2 rows" in reports[1]
