@@ -21,7 +21,7 @@ from data.tokens import TokenSet, open_tokens
 from trainer.batch_size import check_batch_size, with_batch_size
 from trainer.build import build_loader, build_meter, build_model, compile_model, fix_randomness, open_logs, run_shape
 from trainer.checkpoint.files import State
-from trainer.checkpoint.load import check_shared, load_resumed
+from trainer.checkpoint.load import check_finished, check_shared, load_resumed
 from trainer.checkpoint.policy import Checkpoints, check_folder, open_checkpoints
 from trainer.distributed.parallel import data_parallel, shard, synchronise_gradients
 from trainer.distributed.world import ALONE, World, join
@@ -64,6 +64,7 @@ def train(config: Config, resumed: State | None, world: World = ALONE) -> StopRe
     config.model = run_shape(config.model, tokens, resumed)
     config.train = with_batch_size(config, compute, train_step, micro_step)
     changes = changed_settings(resumed["config"], asdict(config)) if resumed else {}
+    check_finished(resumed, changes, config.train.max_steps)
     model = build_model(config.model, config.attention, config.train, compute, config.data.document_mask)
     if config.model.pretrained is not None and not resumed:
         load_weights(model, config.model.pretrained)

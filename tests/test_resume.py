@@ -69,6 +69,28 @@ def test_what_the_command_line_changes_is_told_and_recorded():
     assert load("other/step-00000005.pt")["config"]["optimizer"]["lr"] == 1e-3
 
 
+def test_a_finished_run_is_not_given_settings_that_it_was_not_trained_with():
+    """A sweep whose list of values got a new first value showed old curves under the names of other values."""
+    again = "checkpoint.resume=auto"
+    train("run").ok()
+    before = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
+    for changed, line in (
+        ("optimizer.lr=5e-3", "optimizer.lr 0.01 -> 0.005"),
+        ("attention=naive", "attention.name flash2 -> naive"),
+        ("precision=bf16", "precision.name auto -> bf16"),
+        ("train.seed=2", "train.seed 1337 -> 2"),
+        ("data.document_mask=true", "data.document_mask false -> true"),
+    ):
+        refused = train("run", again, changed, "train.sample_tokens=9")
+        assert refused.code == 2 and "step-00000005.pt has trained all train.max_steps=5 steps with" in refused.err
+        assert f"other settings ({line}); raise train.max_steps" in refused.err
+    assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == before
+    train("run", again).ok()
+    beside = "train.sample_tokens=1", "train.eval_tokens=64", "checkpoint.keep=9", "parallel=none", "tensorboard=false"
+    train("run", again, *beside).ok()
+    train("run", again, "optimizer.lr=5e-3", "train.max_steps=6").ok()
+
+
 def test_an_experiment_changes_what_its_file_sets(tmp_path):
     train("run", *OWN, "data.document_mask=true").ok()
     (tmp_path / "mine/experiment").mkdir(parents=True)

@@ -11,9 +11,17 @@ from trainer.checkpoint.files import CheckpointError, State
 from trainer.checkpoint.folder import candidates, find, read_checked
 from trainer.checkpoint.sharded import read_parts
 from trainer.distributed.world import World, is_of_submitit, restarts, started
+from trainer.loggers.base import describe_changes
 
 SHAPE = ("context_length", "n_layer", "n_head", "n_kv_head", "n_embd", "vocab_size")
 """The sizes of a model that a resumed run cannot change."""
+
+TRAINING = ("attention.", "data.document_mask", "model.", "optimizer.", "precision.", "train.")
+BESIDE_TRAINING = (
+    *("train.max_steps", "train.eval_interval", "train.eval_tokens", "train.log_interval"),
+    *("train.sample_tokens", "train.spike_factor", "train.timeout_s"),
+)
+"""The settings of TRAINING that a finished run may change."""
 
 
 def sizes_of(model_config: dict[str, object]) -> dict[str, object]:
@@ -104,6 +112,17 @@ def check_resumable(state: State, shape: dict[str, object], tokenizer: str) -> N
         raise UserError(
             f"model.{differing}={asked[differing]}, but checkpoint.resume={source} has {saved[differing]}; set "
             f"model.{differing}={saved[differing]}"
+        )
+
+
+def check_finished(state: State | None, changes: dict[str, list], max_steps: int) -> None:
+    """Refuse to change the settings of training if no step is left: the old curves would get the new settings."""
+    untrained = {key: x for key, x in changes.items() if key.startswith(TRAINING) and key not in BESIDE_TRAINING}
+    if untrained and state["step"] == max_steps:
+        raise UserError(
+            f"checkpoint.resume={state['path']} has trained all train.max_steps={max_steps} steps with other settings "
+            f"({describe_changes(untrained)}); raise train.max_steps to train on with the new settings, leave them "
+            "out, or start a new run in another folder"
         )
 
 
