@@ -1,6 +1,7 @@
 """The settings of a resumed run: the checkpoint gives them, and the command line changes them."""
 
 import os
+import re
 import shutil
 import signal
 from functools import partial
@@ -89,6 +90,23 @@ def test_a_finished_run_is_not_given_settings_that_it_was_not_trained_with():
     beside = "train.sample_tokens=1", "train.eval_tokens=64", "checkpoint.keep=9", "parallel=none", "tensorboard=false"
     train("run", again, *beside).ok()
     train("run", again, "optimizer.lr=5e-3", "train.max_steps=6").ok()
+
+
+def test_other_evaluations_begin_a_new_best():
+    """No later loss was below the best one of a few easy tokens, so best.pt was never written again."""
+    often = "train.eval_interval=2", "checkpoint.resume=auto"
+    train("run", *often, "train.eval_tokens=64", "train.max_steps=4").ok()
+    last, best = Path("run/checkpoints/step-00000004.pt"), Path("run/checkpoints/best.pt")
+    write_file(last, load(last) | {"best_loss": 0.1, "best_step": 2})
+    told = "train.eval_tokens 64 -> 256: the best validation loss so far (0.1000 at step 2) does not compare"
+    more = train("run", *often, "train.eval_tokens=256", "train.max_steps=6").ok()
+    assert told in " ".join(more.out.split()) and re.search(r"\nloss +best validation \S+ \(.+\) at step 6,", more.out)
+    assert load(best)["step"] == load(best)["best_step"] == 6 and load(best)["best_loss"] > 0.1
+    write_file(last.with_stem("step-00000006"), load(best) | {"best_loss": 0.1})
+    same = train("run", *often, "train.eval_tokens=256", "train.max_steps=8").ok()
+    assert "best validation 0.1000" in same.out and load(best)["step"] == 6, "the evaluations are the same"
+    masked = train("run", *often, "train.eval_tokens=256", "train.max_steps=10", "data.document_mask=true").ok()
+    assert "data.document_mask false -> true: the best" in masked.out and load(best)["step"] == 10
 
 
 def test_an_experiment_changes_what_its_file_sets(tmp_path):

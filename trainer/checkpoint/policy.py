@@ -18,8 +18,13 @@ from trainer.checkpoint.folder import newest_before, newest_complete_after
 from trainer.checkpoint.sharded import ShardedStore
 from trainer.checkpoint.single import SingleFileStore, how_to_continue
 from trainer.distributed.world import World, local_part
+from trainer.layout import paragraph
+from trainer.loggers.base import describe_changes
 from trainer.precision import Compute
 from trainer.state import TrainState
+
+EVALUATION = ("train.eval_tokens", "data.document_mask")
+"""The settings that decide over which tokens, and how, a model is evaluated."""
 
 
 class Checkpoints:
@@ -62,6 +67,15 @@ class Checkpoints:
         if row.get("val/loss", math.inf) < state.best_loss:
             state.best_loss, state.best_step = row["val/loss"], state.step
             self._attempt(state, partial(self._store.save, best=True))
+
+    def check_best(self, state: TrainState, changes: dict[str, list]) -> None:
+        """Begin a new best in a resumed run if `changes` are of the evaluation: old and new losses do not compare."""
+        changed = {key: pair for key, pair in changes.items() if key in EVALUATION}
+        if changed and state.best_step:
+            old = f"the best validation loss so far ({state.best_loss:.4f} at step {state.best_step})"
+            why = f"{describe_changes(changed)}: {old} does not compare with the next ones and no longer counts"
+            self._store.tell(paragraph("note", f"{why}; to keep the old best.pt, copy it before the next evaluation"))
+            state.best_loss, state.best_step = math.inf, 0
 
     def save_last(self, state: TrainState) -> None:
         """Save the state and wait until the checkpoint is complete. Raises like `save`, whatever on_error says."""
