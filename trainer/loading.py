@@ -1,5 +1,6 @@
 """Loading a trained model: from a checkpoint, or from a Hugging Face folder or hub id."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -32,13 +33,20 @@ def model_of(
 def sparsity(state: State) -> dict[str, object]:
     """Return the attention settings that say which pairs of tokens the model was trained without."""
     with of_this_version(state):
-        trained = state["config"]["attention"]
-        return {key: trained[key] for key in SPARSE_KEYS if trained.get(key) is not None}
+        return _sparse_keys(state["config"]["attention"])
 
 
 def sparsity_setting(state: State) -> str:
     """Return the settings of `sparsity` as written on a command line."""
-    return " ".join(f"attention={SPARSE_KEYS[key]} attention.{key}={value}" for key, value in sparsity(state).items())
+    return _written(sparsity(state))
+
+
+def _sparse_keys(attention: dict[str, object]) -> dict[str, object]:
+    return {key: attention[key] for key in SPARSE_KEYS if attention.get(key) is not None}
+
+
+def _written(sparse_keys: dict[str, object]) -> str:
+    return " ".join(f"attention={SPARSE_KEYS[key]} attention.{key}={value}" for key, value in sparse_keys.items())
 
 
 def _is_sparse_alike(attention: AttentionConfig, state: State) -> bool:
@@ -49,6 +57,17 @@ def _is_sparse_alike(attention: AttentionConfig, state: State) -> bool:
         own = build_attention(BlockSparseConfig(pattern=trained["pattern"]))
         return torch.equal(build_attention(attention).blocks(length), own.blocks(length))
     return all(getattr(attention, key, None) == value for key, value in trained.items())
+
+
+def _check_all_pairs(model: GPT2, attention: AttentionConfig, source: str) -> None:
+    """Refuse an attention that leaves out pairs of tokens, for a model that was trained with all pairs."""
+    length = model.config.context_length
+    model.attention.check_length(length)
+    if model.attention.kept_share(length) < 1:
+        raise UserError(
+            f"{_written(_sparse_keys(asdict(attention)))} leaves out pairs of tokens, but checkpoint={source} was "
+            "trained with all pairs; set attention=flash2"
+        )
 
 
 def is_checkpoint(source: str) -> bool:
@@ -100,6 +119,7 @@ def load_model(
     """Return the model of a checkpoint, a Hugging Face folder or a hub id, and the name of its tokenizer.
 
     Unless `any_pairs`, refuse an `attention` that leaves out other pairs of tokens than the attention of the training.
+    A Hugging Face model does not say how it was trained: export.py writes models of every attention.
     """
     path = Path(source)
     if path.exists() and not is_pretrained(path):
@@ -109,7 +129,10 @@ def load_model(
                 f"checkpoint={source} was trained with {sparsity_setting(state)}, but attention={attention.name} "
                 f"leaves out other pairs of tokens, or none; set {sparsity_setting(state)}"
             )
-        return model_of(state, attention, activation_checkpointing, fp8), state["tokenizer"]
+        model = model_of(state, attention, activation_checkpointing, fp8)
+        if not any_pairs and not sparsity(state):
+            _check_all_pairs(model, attention, source)
+        return model, state["tokenizer"]
     folder = find_pretrained(source, key="checkpoint")
     shape, known = read_config(folder), vocab_size("gpt2")
     if shape.vocab_size < known:

@@ -165,6 +165,21 @@ def test_a_model_trained_in_a_window_is_not_scored_without_it(tmp_path, workplac
     assert "trained with attention=local attention.window=4" in run("export.py", data[0], "to=exported").ok().out
 
 
+def test_a_model_trained_with_all_pairs_is_not_scored_in_a_window(workplace, trained, hugging_face):
+    """The loss was far too high, and no message said so. A window as long as the context leaves nothing out."""
+    data = "data=tokens", f"data.dir={trained.parent / 'tokens'}", "data.tokenizer=byte"
+    model, window = (f"checkpoint={trained}", "device=cpu"), "attention=local attention.window=31"
+    for script, options in (("evaluate.py", data), ("sample.py", ())):
+        refused = run(script, *model, *options, *window.split())
+        words = f"error: {window} leaves out pairs of tokens, but checkpoint={trained} was trained with all pairs; set"
+        assert refused.code == 2 and f"{words} attention=flash2" in refused.err
+    np.save("one.npy", np.ones((1, 1), dtype=bool))
+    for same in ("attention=local attention.window=32", "attention=block_sparse attention.pattern=one.npy"):
+        run("sample.py", *model, "max_tokens=1", *same.split()).ok()
+    exported = f"checkpoint={hugging_face[1]}", "device=cpu"  # perhaps of a model that was trained in this window
+    run("sample.py", *exported, "max_tokens=1", *window.split()).ok()
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
