@@ -162,7 +162,7 @@ def open_logs(folder: Path, compute: Compute, changes: dict[str, list], **option
         new.write_text("".join(f"{note}\n" for note in notes) + settings)
         new.replace(path)
         loggers = start_loggers(folder, has_mfu=_peak_flops(compute) is not None, **options)
-        link_latest(folder)  # after the loggers, because wandb can refuse the run
+        link_latest(folder, loggers.message)  # after the loggers, because wandb can refuse the run
         return loggers
 
     return compute.world.agreed(lambda: start() if compute.world.is_first else Loggers([]))

@@ -1,6 +1,6 @@
 """The output folders of runs: while a run lasts, no other run can write to its folders."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -9,6 +9,7 @@ from filelock import FileLock, Timeout
 
 from errors import UserError
 from trainer.distributed.world import ALONE, World
+from trainer.layout import paragraph, shown
 
 
 def check_writable(folder: Path) -> None:
@@ -56,12 +57,16 @@ def _not_writable(setting: str, folder: Path, error: OSError) -> UserError:
     return UserError(f"{setting}={folder} is not writable ({error.strerror}); choose another folder")
 
 
-def link_latest(folder: Path) -> None:
-    """Let outputs/latest be a link to `folder`, if that is in outputs."""
+def link_latest(folder: Path, tell: Callable[[str], None]) -> None:
+    """Let outputs/latest be a link to `folder`, if that is in outputs. `tell` reports a real folder in its place."""
     folder = folder.resolve()
-    if folder.parent.name == "outputs":
-        link = folder.parent / ".latest"
-        with suppress(OSError):  # The file system has no links.
-            link.unlink(missing_ok=True)
-            link.symlink_to(folder.name)
-            link.replace(folder.parent / "latest")
+    link, latest = folder.parent / ".latest", folder.parent / "latest"
+    if folder.parent.name != "outputs" or folder == latest:
+        return
+    if latest.is_dir() and not latest.is_symlink():
+        tell(paragraph("note", f"{shown(latest)} is a folder, not a link to the newest run; delete or rename it"))
+        return
+    with suppress(OSError):  # The file system has no links.
+        link.unlink(missing_ok=True)
+        link.symlink_to(folder.name)
+        link.replace(latest)
