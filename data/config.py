@@ -6,6 +6,7 @@ from errors import UserError, check_choice, check_range
 
 NAMES = ("stdlib", "tokens", "text", "openwebtext", "wikitext-2", "wikitext-103", "fineweb-edu-10bt", "tinystories")
 HELD_OUT_DOCUMENTS, HELD_OUT_TOKENS = 0.01, 0.1  # what val_fraction=null means
+SPLIT_KEYS = ("val_fraction", "split_seed")  # the settings that choose the held-out documents
 
 
 @dataclass

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data.config import HELD_OUT_DOCUMENTS, HELD_OUT_TOKENS, DataConfig
+from data.config import HELD_OUT_DOCUMENTS, HELD_OUT_TOKENS, SPLIT_KEYS, DataConfig
 from data.readers import BadRow, Corpus, Document, Position, find_files
 from data.token_files import SPLITS, TokenWriter, differences, has_files, publish, read_meta
 from data.tokenizers import Tokenizer, get_tokenizer
@@ -118,7 +118,7 @@ def _settings(config: DataConfig) -> dict:
     """Return the settings that the token files depend on."""
     names = ["name", "source", "hub_id", "hub_revision", "hub_files", "text_column", "document_start"]
     names += ["train_files", "val_files", "tokenizer"]
-    names += ["val_fraction", "split_seed"] if config.val_files is None else []
+    names += SPLIT_KEYS if config.val_files is None else ()
     return {name: getattr(config, name) for name in names}
 
 

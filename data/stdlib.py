@@ -7,9 +7,9 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-from data.config import HELD_OUT_DOCUMENTS, DataConfig
+from data.config import HELD_OUT_DOCUMENTS, SPLIT_KEYS, DataConfig
 from data.folders import real_files
-from data.token_files import TokenWriter, has_files, publish, read_meta
+from data.token_files import TokenWriter, differences, has_files, publish, read_meta
 from data.tokenizers import get_tokenizer
 from errors import UserError
 
@@ -21,18 +21,23 @@ def build(config: DataConfig) -> None:
     """Tokenize the standard library into `config.dir`, one document per file.
 
     Do nothing if the same Python already did so with the same settings. Raise UserError if the folder holds another
-    corpus.
+    corpus, or the same corpus with another split, which a run may be using.
     """
     folder = Path(config.dir).expanduser()
     files = source_files()
     source = {"name": "stdlib", "python": platform.python_version(), "files": len(files)}
-    source |= {"val_fraction": config.val_fraction, "split_seed": config.split_seed}
+    split = {key: getattr(config, key) for key in SPLIT_KEYS}
+    source |= split
     publish(folder)
     meta = read_meta(folder)
     if meta and meta["source"].get("name") != "stdlib":
         raise UserError(f"data.dir={folder} holds another corpus than the standard library; choose another folder")
-    if meta and meta["source"] == source and meta["tokenizer"] == config.tokenizer and has_files(folder):
-        return
+    if meta and has_files(folder):
+        if differing := differences(meta["source"], split):
+            same = " ".join(f"data.{key}={meta['source'].get(key)}" for key in SPLIT_KEYS)
+            raise UserError(f"data.dir={folder} was prepared with {differing}; set {same}, or choose another data.dir")
+        if meta["source"] == source and meta["tokenizer"] == config.tokenizer:
+            return
     tokenizer = get_tokenizer(config.tokenizer, ", or data.tokenizer=byte")
     with TokenWriter(folder, source) as writer:
         for name, text in read_files(files):

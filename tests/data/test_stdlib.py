@@ -53,10 +53,14 @@ def test_building_twice_gives_the_same_files(built, tmp_path):
     assert first == second
 
 
-def test_is_rebuilt_only_if_the_python_or_the_settings_differ(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        stdlib, "source_files", lambda: ["argparse.py", "ast.py", "bisect.py", "cmd.py", "json/tool.py"]
-    )
+@pytest.fixture
+def few_files(monkeypatch):
+    """Make the library small."""
+    files = ["argparse.py", "ast.py", "bisect.py", "cmd.py", "json/tool.py"]
+    monkeypatch.setattr(stdlib, "source_files", lambda: files)
+
+
+def test_is_rebuilt_only_if_the_python_differs_or_a_file_is_missing(tmp_path, monkeypatch, few_files):
     config = config_of(tmp_path, val_fraction=0.5)
 
     def built_at():
@@ -75,6 +79,24 @@ def test_is_rebuilt_only_if_the_python_or_the_settings_differ(tmp_path, monkeypa
     for name in ("val.bin", "meta.json"):  # the process was killed after it had moved train.bin
         (tmp_path / name).rename(tmp_path / "unfinished" / name)
     assert built_at() == third and (tmp_path / "val.bin").exists()
+
+
+@pytest.mark.parametrize("python", [stdlib.platform.python_version(), "2.7.18"])
+@pytest.mark.parametrize("change", [{"split_seed": 8}, {"val_fraction": 0.6}], ids=str)
+def test_another_split_is_not_overwritten(tmp_path, monkeypatch, few_files, python, change):
+    """The rebuilt files once ended a run that was training on them."""
+    stdlib.build(config_of(tmp_path, val_fraction=0.5, split_seed=7))
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    monkeypatch.setattr(stdlib.platform, "python_version", lambda: python)
+    other = config_of(tmp_path, **{"val_fraction": 0.5, "split_seed": 7} | change)
+    ((key, value),) = change.items()
+    problem = rf"was prepared with {key}=[\d.]+, not {key}={value}"
+    with pytest.raises(UserError, match=rf"{problem}; set data\.val_fraction=0\.5 data\.split_seed=7, or choose"):
+        stdlib.build(other)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    (tmp_path / "val.bin").unlink()
+    stdlib.build(other)
+    assert json.loads((tmp_path / "meta.json").read_text())["source"].items() >= change.items()
 
 
 def test_another_corpus_is_not_overwritten(tmp_path):
