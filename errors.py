@@ -72,6 +72,8 @@ def as_text(value: object) -> str:
 
 def assigned(key: str, value: object) -> str:
     """Return key=value for a command line in a shell, with quotes if Hydra or the shell needs them."""
+    if value is None:
+        return f"{key}=null"
     if re.fullmatch(r"[\w./:@%+-]+", str(value), re.ASCII):
         return f"{key}={value}"
     return shlex.quote(f"{key}={as_text(value)}")

@@ -7,7 +7,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from conf.schema import Config
-from data.config import DataConfig
+from data.config import SPLIT_KEYS, DataConfig
 from errors import assigned
 from model.attention import SPARSE_KEYS, AttentionConfig, CustomConfig
 from trainer.distributed.world import is_of_submitit, started
@@ -58,7 +58,8 @@ def _attention_words(attention: AttentionConfig) -> list[str]:
 def _data_words(data: DataConfig) -> list[str]:
     """Return the choice of the data, and the settings that say where and what its tokens are, except defaults."""
     file = Path(__file__).parent / "data" / f"{data.name}.yaml"
-    usual = OmegaConf.to_container(OmegaConf.load(file))
-    words = [] if data.name == "stdlib" else [f"data={data.name}"]
-    values = {key: getattr(data, key) for key in DATA_KEYS}
-    return words + [assigned(f"data.{key}", value) for key, value in values.items() if value != usual.get(key, False)]
+    usual = OmegaConf.to_container(OmegaConf.merge(OmegaConf.structured(DataConfig), OmegaConf.load(file)))
+    is_built = data.name == "stdlib"  # evaluate.py builds the same split if the tokens are not there
+    words = [] if is_built else [f"data={data.name}"]
+    values = {key: getattr(data, key) for key in (*DATA_KEYS, *(SPLIT_KEYS if is_built else ()))}
+    return words + [assigned(f"data.{key}", value) for key, value in values.items() if value != usual[key]]
