@@ -104,7 +104,10 @@ def _remedy(config: DataConfig, folder: Path) -> str:
         return "its preparation is unfinished, so run the same `python -m data.prepare` again, or set data.dir"
     if config.name == "tokens":
         return "set data.dir to a folder of complete token files"
-    source = " data.source=..." if config.name == "text" else ""
+    words = [f"data={config.name}", assigned("data.dir", config.dir)]
+    if config.source or config.name == "text":
+        words.append(assigned("data.source", config.source or "..."))
+    if config.tokenizer != "gpt2":  # the default of all corpora that are prepared
+        words.append(assigned("data.tokenizer", config.tokenizer))
     delete = f"delete the files in {config.dir} and " if folder.is_dir() and any(folder.iterdir()) else ""
-    command = f"python -m data.prepare data={config.name}{source} {assigned('data.dir', config.dir)}"
-    return f"{delete}run `{command}`, or set data.dir"
+    return f"{delete}run `python -m data.prepare {' '.join(words)}`, or set data.dir"

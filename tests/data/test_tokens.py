@@ -109,10 +109,10 @@ def test_llm_c_tokens_are_read_after_the_remedy(tmp_path):
 
 
 def test_a_missing_file_names_the_preparation(tmp_path):
-    with pytest.raises(
-        UserError, match=r"train\.bin does not exist; .*python -m data\.prepare data=text data\.source="
-    ):
+    with pytest.raises(UserError) as refusal:
         open_tokens(config_of(tmp_path, name="text"))
+    command = f"python -m data.prepare data=text data.dir={tmp_path} data.source=... data.tokenizer=byte"
+    assert f"train.bin does not exist; run `{command}`" in str(refusal.value)
     with pytest.raises(UserError, match=r"train\.bin does not exist; set data\.dir"):
         open_tokens(config_of(tmp_path))
 
@@ -288,5 +288,14 @@ def test_a_damaged_description_does_not_replace_a_good_one(corpus):
 def test_the_command_of_the_remedy_works_in_a_folder_whose_name_has_a_space(tmp_path):
     folder = tmp_path / "my tokens"
     with pytest.raises(UserError) as refusal:
-        open_tokens(config_of(folder, name="wikitext-2"))
+        open_tokens(config_of(folder, name="wikitext-2", tokenizer="gpt2"))
     assert f"""run `python -m data.prepare data=wikitext-2 'data.dir="{folder}"'`""" in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", ["text", "wikitext-2"])
+def test_the_command_of_the_remedy_has_the_source_and_the_tokenizer_of_the_run(tmp_path, name):
+    """Without the tokenizer, it made tokens that the next start refused."""
+    with pytest.raises(UserError) as refusal:
+        open_tokens(config_of(tmp_path, name=name, source="my/*.txt"))
+    words = f"data={name} data.dir={tmp_path} 'data.source=\"my/*.txt\"' data.tokenizer=byte"
+    assert f"run `python -m data.prepare {words}`" in str(refusal.value)
