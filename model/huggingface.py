@@ -35,6 +35,7 @@ TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 FORMATS = WEIGHTS, f"{WEIGHTS}.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"
 """Files that hold the weights, or that list the files which hold them. The first one in a folder counts."""
+PLACES = "a run's folder, a step-*.pt file, a folder saved by save_pretrained"
 
 
 def is_pretrained(path: Path) -> bool:
@@ -53,9 +54,10 @@ def find_pretrained(source: str, key: str = "model.pretrained") -> Path:
     """
     folder = Path(source).expanduser()
     if not folder.is_dir():
-        if folder.exists() or source.startswith(("/", ".", "~")):  # not a hub id
+        is_path = source.startswith(("/", ".", "~")) or source.endswith(".pt") or source.count("/") > 1
+        if folder.exists() or is_path:  # not a hub id
             problem = "is not a folder" if folder.exists() else "does not exist"
-            raise UserError(f"{key}={source} {problem}; give a folder saved by save_pretrained, or a hub id")
+            raise UserError(f"{key}={source} {problem}; give {PLACES}, or a hub id")
         from huggingface_hub import snapshot_download  # slow to import
 
         try:
@@ -66,7 +68,7 @@ def find_pretrained(source: str, key: str = "model.pretrained") -> Path:
         except Exception as error:  # the hub's client raises a dozen types
             raise UserError(
                 f"{key}={source} is not a folder, and the hub did not give such a model ({type(error).__name__}); "
-                "check the name and the network, or give a folder saved by save_pretrained"
+                f"check the name and the network, or give {PLACES}"
             ) from error
     if not (folder / CONFIG).is_file():
         raise UserError(f"{key}={source} has no {CONFIG}; give a folder saved by save_pretrained")

@@ -310,18 +310,30 @@ def test_a_size_that_is_not_a_number_is_refused(copy, key, value):
         load(copy)
 
 
-@pytest.mark.parametrize("source", ["./no/such/folder", "/no/such/folder", "~/no/such/folder"])
-def test_a_missing_folder_is_not_looked_up_on_the_hub(source):
-    with pytest.raises(UserError, match=f"model.pretrained={source} does not exist; give a folder"):
+GIVE = r"give a run's folder, a step-\*\.pt file, a folder saved by save_pretrained"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        *("./no/such/folder", "/no/such/folder", "~/no/such/folder"),
+        *("runs/a/checkpoints", "a/step-00000999.pt", "step-00000999.pt"),
+    ],
+)
+def test_a_missing_path_is_not_looked_up_on_the_hub(source):
+    with pytest.raises(UserError, match=f"model.pretrained={source} does not exist; {GIVE}, or a hub id"):
         find_pretrained(source)
 
 
 def test_a_file_is_not_a_folder():
-    with pytest.raises(UserError, match=f"model.pretrained={__file__} is not a folder; give a folder"):
+    with pytest.raises(UserError, match=f"model.pretrained={__file__} is not a folder; {GIVE}, or a hub id"):
         find_pretrained(__file__)
 
 
-@pytest.mark.parametrize("source", ["nobody/no-such-gpt2", "no-such-gpt2"])
+@pytest.mark.parametrize("source", ["nobody/no-such-gpt2", "no-such-gpt2", "outputs/lastest"])
 def test_a_hub_id_without_a_network_is_refused(source):
-    with pytest.raises(UserError, match=f"checkpoint={source} is not a folder.*check the name and the network"):
+    """The name may also be a run's folder with a typing mistake."""
+    with pytest.raises(
+        UserError, match=f"checkpoint={source} is not a folder.*check the name and the network, or {GIVE}"
+    ):
         find_pretrained(source, key="checkpoint")
