@@ -93,8 +93,11 @@ class ProcessLauncher(Launcher):
         folder = Path(self.config.hydra.sweep.dir, config.hydra.sweep.subdir)
         given = self.config.hydra.overrides
         own = ["hydra.mode=RUN", f"hydra.job.num={number}", f"hydra.run.dir={as_text(folder)}"]
+        own.append(f"hydra.sweep.subdir={as_text(config.hydra.sweep.subdir)}")
         flags = [x for x in sys.argv[1:] if x not in ("-m", "--multirun", *given.task, *given.hydra)]  # --config-dir
-        arguments = [*flags, *overrides, *given.hydra, *own]
+        # Hydra resolved ${...} in hydra.sweep.subdir without quotes.
+        of_hydra = [x for x in given.hydra if not x.lstrip("+").startswith("hydra.sweep.subdir=")]
+        arguments = [*flags, *overrides, *of_hydra, *own]
         title = " ".join(override for override in overrides if override not in shared) or " ".join(overrides)
         saves_to = OmegaConf.select(config, "checkpoint.dir")
         if saves_to and (other := self.savers.setdefault(saves_to, folder)) != folder:

@@ -95,6 +95,16 @@ def test_jobs_are_processes_that_know_their_sweep_and_one_that_fails_does_not_st
     assert alone == ["1, ${x} = 'é' 3 0 a True\n", "1, ${x} = 'é' 4 1 a True\n"]
 
 
+def test_the_folder_of_a_job_can_be_named_by_its_settings(probe):
+    """The name has an equals sign and a comma, and Hydra once could not read it in the command of a job."""
+    name = "hydra.sweep.subdir=${hydra:job.override_dirname}"
+    sweep, jobs, _ = probe("seed=1,2", "prompt=none", "-m", "hydra.sweep.dir=sweeps/a", name)
+    assert sweep.ok().out.splitlines() == ["job 1 of 2: seed=1", "job 2 of 2: seed=2"]
+    folders = [f"checkpoint=none,prompt=none,seed={seed}" for seed in (1, 2)]
+    alone = [probe(*words[1:], stand_in="")[0].ok().out for _, words in jobs]
+    assert alone == [f"none {seed} {folder} a True\n" for seed, folder in zip((1, 2), folders, strict=True)]
+
+
 def test_torchrun_starts_a_job_on_several_processes_and_adds_a_few_lines_to_an_error(probe):
     sweep, jobs, err = probe("seed=3", "prompt=none", "-m", "hydra.launcher.nproc_per_node=2")
     assert (sweep.code, sorted(rank for rank, _ in jobs)) == (2, ["0", "1"])
