@@ -51,7 +51,7 @@ class ProcessLauncher(Launcher):
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.config, self.loader = config, hydra_context.config_loader
-        self.savers: dict[str, Path] = {}  # folders of the jobs by checkpoint.dir
+        self.owners: dict[str, Path] = {}  # folders of the jobs by setting=value, for what jobs cannot share
         failed_jobs.clear()
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list:
@@ -99,13 +99,20 @@ class ProcessLauncher(Launcher):
         of_hydra = [x for x in given.hydra if not x.lstrip("+").startswith("hydra.sweep.subdir=")]
         arguments = [*flags, *overrides, *of_hydra, *own]
         title = " ".join(override for override in overrides if override not in shared) or " ".join(overrides)
-        saves_to = OmegaConf.select(config, "checkpoint.dir")
-        if saves_to and (other := self.savers.setdefault(saves_to, folder)) != folder:
-            raise UserError(
-                f"checkpoint.dir={saves_to} is shared by the jobs {other.name} and {folder.name}; give each job "
-                "its own, such as 'checkpoint.dir=runs/${hydra:job.num}'"
-            )
+        self._refuse_shared(config, folder)
         return folder.name, title, arguments
+
+    def _refuse_shared(self, config: DictConfig, folder: Path) -> None:
+        """Raise UserError if an earlier job has the same checkpoint.dir, or the same id in wandb."""
+        remedy = "give each job its own, such as 'checkpoint.dir=runs/${hydra:job.num}'"
+        owned = [("checkpoint.dir", OmegaConf.select(config, "checkpoint.dir"), remedy)]
+        logs = config.get("wandb")  # only training has it
+        if logs and (logs.mode or os.environ.get("WANDB_MODE")) != "disabled":
+            key, value = ("wandb.id", logs.id) if logs.id else ("WANDB_RUN_ID", os.environ.get("WANDB_RUN_ID"))
+            owned.append((key, value, "leave it unset, and each job gets its own id"))
+        for key, value, remedy in owned:
+            if value and (other := self.owners.setdefault(f"{key}={value}", folder)) != folder:
+                raise UserError(f"{key}={value} is shared by the jobs {other.name} and {folder.name}; {remedy}")
 
     def _run(self, position: str, name: str, title: str, arguments: list[str]) -> None:
         print(f"job {position}: {title}", flush=True)

@@ -171,11 +171,23 @@ def refused(*overrides: str) -> str:
             "-m checkpoint.dir=runs/a train.seed=1,2",
             ["runs/a is shared by the jobs 0_flash2 and 1_flash2", "checkpoint.dir=runs/${hydra:job.num}"],
         ),
+        (
+            "-m wandb.mode=offline wandb.id=abc train.seed=1,2",
+            ["wandb.id=abc is shared by the jobs 0_flash2 and 1_flash2; leave it unset, and each job gets its own"],
+        ),
     ],
 )
 def test_a_mistake_is_refused_before_the_first_job(workplace, overrides, words):
     sentence = refused("hydra.sweep.dir=sweep", *overrides.split())
     assert [word for word in words if word not in sentence] == []
+
+
+def test_the_jobs_of_a_sweep_do_not_share_the_wandb_run_of_the_environment(workplace, in_process, monkeypatch):
+    """`wandb sync` merged their metrics into one run."""
+    monkeypatch.setenv("WANDB_RUN_ID", "abc")
+    sweep = "-m", "hydra.sweep.dir=sweep", "train.seed=1,2", "train.max_steps=1"
+    assert "WANDB_RUN_ID=abc is shared by the jobs 0_flash2 and 1_flash2" in refused(*sweep, "wandb.mode=offline")
+    run("train.py", *TINY, *sweep, "wandb.mode=disabled").ok()
 
 
 def test_a_sweep_under_torchrun_is_refused(workplace, monkeypatch):
