@@ -33,7 +33,8 @@ class DataConfig:
     train_files: str = "*"
     """Pattern for the names of the files that go to train.bin."""
     val_files: str | None = None
-    """Pattern for the names of the files that go to val.bin; null holds out a share of the documents instead."""
+    """Pattern for the names of the files that go to val.bin; null holds out a share of the documents instead.
+    `val_fraction` must be null if this is set."""
     val_fraction: float | None = None
     """Share of the documents to hold out, between 0 and 1; null is 0.01. With name=stdlib a document is a file. If the
     share is less than one document, or no document falls into it, the last tokens are held out; null is then 0.1."""

@@ -49,6 +49,11 @@ def prepare(config: DataConfig, *, log: Log = print) -> None:
     """
     if config.name in ("stdlib", "tokens"):
         raise UserError(f"data={config.name} needs no preparation; set data=text and data.source to prepare text")
+    if config.val_fraction is not None and config.val_files is not None:
+        raise UserError(
+            f"data.val_fraction={config.val_fraction} has no effect beside data.val_files={config.val_files}; "
+            "set one of them to null"
+        )
     folder, settings = Path(config.dir).expanduser(), _settings(config)
     done = f"{folder} is prepared already, with the same settings"
     publish(folder)

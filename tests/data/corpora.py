@@ -24,7 +24,8 @@ def write_jsonl(path, texts):
 
 def config_of(tmp_path, **settings):
     (tmp_path / "in").mkdir(exist_ok=True)
-    defaults = {"dir": str(tmp_path / "out"), "source": str(tmp_path / "in"), "tokenizer": "byte", "val_fraction": 0.2}
+    defaults = {"dir": str(tmp_path / "out"), "source": str(tmp_path / "in"), "tokenizer": "byte"}
+    defaults["val_fraction"] = None if settings.get("val_files") else 0.2
     return DataConfig(**{"name": "text"} | defaults | settings)
 
 

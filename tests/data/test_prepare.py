@@ -326,3 +326,11 @@ def test_other_corpora_need_no_preparation(tmp_path):
 )
 def test_the_ending_of_a_name_decides_the_format(name, is_text):
     assert readers._is_text(Path(name)) is is_text
+
+
+def test_a_share_to_hold_out_is_refused_beside_validation_files(tmp_path):
+    """The share was ignored without a word."""
+    config = config_of(tmp_path, val_fraction=0.5, val_files="f3*")
+    with pytest.raises(UserError, match=r"data\.val_fraction=0\.5 has no effect beside data\.val_files=f3\*; set one"):
+        prepare(config)
+    assert not (tmp_path / "out").exists()
