@@ -179,7 +179,7 @@ def publish(folder: Path) -> None:
         UserError: another process writes or moves these files.
     """
     scratch = folder / "unfinished"
-    if read_meta(scratch) is None:  # a damaged one is refused, before it replaces a good one
+    if not scratch.is_dir() or read_meta(scratch) is None:  # a damaged one is refused, before it replaces a good one
         return
     lock = _locked(scratch)
     _move(folder)

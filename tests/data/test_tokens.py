@@ -8,6 +8,7 @@ from filelock import FileLock
 
 from data.config import DataConfig
 from data.inspect import inspect
+from data.prepare import prepare
 from data.token_files import TokenWriter, publish
 from data.tokens import open_tokens
 from errors import UserError
@@ -175,8 +176,16 @@ def test_foreign_checksums_are_refused(corpus, checksums):
 
 
 def test_a_file_is_not_a_folder_of_tokens(corpus):
-    with pytest.raises(UserError, match=r"data\.dir=.*train\.bin is a file; give the folder"):
-        open_tokens(config_of(corpus / "train.bin"))
+    file = corpus / "train.bin"
+    acts = [(open_tokens, config_of(file)), (open_tokens, config_of(file, name="stdlib"))]
+    acts += [
+        (prepare, config_of(file, name="text", source=str(corpus))),
+        (prepare, config_of(file, name="openwebtext")),
+    ]
+    (corpus / "a.txt").write_text("text")
+    for act, config in acts:
+        with pytest.raises(UserError, match=rf"data\.dir={file} is a file; give the folder"):
+            act(config)
 
 
 def test_a_split_without_documents_is_refused_and_leaves_nothing(tmp_path):
