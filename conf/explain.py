@@ -71,6 +71,10 @@ def explain(error: Exception) -> str:
         return f"{line.removesuffix('?')}; start this command on a Slurm cluster, or without hydra/launcher=slurm"
     if found := re.match(r"Could not override '(.+?)'\. No match", line):
         return f"{found[1]} is not a setting of this program; leave it out, or see --help for the settings"
+    if found := re.match(r"Error resolving interpolation '\$\{(\w+)\}', possible", line):
+        return f"{found[1]} is a list or has no choice; give one name, {found[1]}=NAME (see --help)"
+    if found := re.match(r"Error merging override (~.+)", line):
+        return f"{found[1]} deletes a setting that has to exist; leave it out, or give the setting another value"
     if line.startswith("Ambiguous value"):
         key, _, values = line[line.index("'") + 1 : line.rindex("'")].partition("=")
         remedy = "add -m to run one job per value"

@@ -59,6 +59,9 @@ REFUSALS = {
     "token outside the vocabulary": ("model.vocab_size=100", ["model.vocab_size=100", "257", "byte"]),
     "unknown tokenizer": ("data.tokenizer=words", ["data.tokenizer=words", "byte, gpt2"]),
     "negative learning rate": ("optimizer.lr=-1", ["optimizer.lr=-1", "at least 0"]),
+    "list of models": ("model=[gpt2]", ["model is a list or has no choice; give one name, model=NAME"]),
+    "no model": ("~model", ["model is a list or has no choice; give one name, model=NAME"]),
+    "deleted setting": ("~train.seed", ["~train.seed deletes a setting that has to exist; leave it out, or"]),
     "unknown recipe": ("experiment=gpt2-124", ["experiment=gpt2-124", "did you mean gpt2-124m?"]),
 }
 
