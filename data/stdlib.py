@@ -11,7 +11,7 @@ from data.config import HELD_OUT_DOCUMENTS, SPLIT_KEYS, DataConfig
 from data.folders import real_files
 from data.token_files import TokenWriter, differences, has_files, publish, read_meta
 from data.tokenizers import get_tokenizer
-from errors import UserError
+from errors import UserError, assigned
 
 LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 SKIPPED_FOLDERS = {"test", "tests", "idlelib", "site-packages", "dist-packages", "__pycache__"}
@@ -21,7 +21,7 @@ def build(config: DataConfig) -> None:
     """Tokenize the standard library into `config.dir`, one document per file.
 
     Do nothing if the same Python already did so with the same settings. Raise UserError if the folder holds another
-    corpus, or the same corpus with another split, which a run may be using.
+    corpus, or the same corpus with another tokenizer or split, which a run may be using.
     """
     folder = Path(config.dir).expanduser()
     files = source_files()
@@ -33,10 +33,11 @@ def build(config: DataConfig) -> None:
     if meta and meta["source"].get("name") != "stdlib":
         raise UserError(f"data.dir={folder} holds another corpus than the standard library; choose another folder")
     if meta and has_files(folder):
-        if differing := differences(meta["source"], split):
-            same = " ".join(f"data.{key}={meta['source'].get(key)}" for key in SPLIT_KEYS)
+        before, now = meta["source"] | {"tokenizer": meta["tokenizer"]}, split | {"tokenizer": config.tokenizer}
+        if differing := differences(before, now):
+            same = " ".join(assigned(f"data.{key}", before.get(key)) for key in now if before.get(key) != now[key])
             raise UserError(f"data.dir={folder} was prepared with {differing}; set {same}, or choose another data.dir")
-        if meta["source"] == source and meta["tokenizer"] == config.tokenizer:
+        if meta["source"] == source:
             return
     tokenizer = get_tokenizer(config.tokenizer, ", or data.tokenizer=byte")
     with TokenWriter(folder, source) as writer:

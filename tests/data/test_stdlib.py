@@ -12,7 +12,7 @@ from errors import UserError
 
 
 def config_of(folder, **settings):
-    return DataConfig("stdlib", str(folder), "byte", **{"val_fraction": 0.05} | settings)
+    return DataConfig("stdlib", str(folder), **{"tokenizer": "byte", "val_fraction": 0.05} | settings)
 
 
 @pytest.fixture(scope="module")
@@ -91,12 +91,21 @@ def test_another_split_is_not_overwritten(tmp_path, monkeypatch, few_files, pyth
     other = config_of(tmp_path, **{"val_fraction": 0.5, "split_seed": 7} | change)
     ((key, value),) = change.items()
     problem = rf"was prepared with {key}=[\d.]+, not {key}={value}"
-    with pytest.raises(UserError, match=rf"{problem}; set data\.val_fraction=0\.5 data\.split_seed=7, or choose"):
+    with pytest.raises(UserError, match=rf"{problem}; set data\.{key}=[\d.]+, or choose another data\.dir"):
         stdlib.build(other)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     (tmp_path / "val.bin").unlink()
     stdlib.build(other)
     assert json.loads((tmp_path / "meta.json").read_text())["source"].items() >= change.items()
+
+
+def test_another_tokenizer_does_not_overwrite_the_tokens(tmp_path, few_files):
+    stdlib.build(config_of(tmp_path, val_fraction=0.5))
+    before = (tmp_path / "train.bin").read_bytes()
+    problem = "val_fraction=0.5, tokenizer=byte, not val_fraction=0.05, tokenizer=gpt2"
+    with pytest.raises(UserError, match=f"{problem}; set data.val_fraction=0.5 data.tokenizer=byte, or choose"):
+        stdlib.build(config_of(tmp_path, tokenizer="gpt2"))
+    assert (tmp_path / "train.bin").read_bytes() == before
 
 
 def test_another_corpus_is_not_overwritten(tmp_path):
