@@ -64,7 +64,8 @@ def test_a_resumed_run_goes_on_counting_the_steps_in_a_row_that_are_not_finite(w
 
 def test_the_advice_to_replay_names_the_function_of_the_user(workplace):
     """replay.py needs the function on its command line, because a record cannot name code to import."""
-    Path("bad_kernel.py").write_text("def attention(q, k, v, *, causal, scale):\n    return v * float('nan')\n")
+    kernel = "def attention(q, k, v, *, causal, scale):\n    return (q + k + v) * float('nan')\n"
+    Path("bad_kernel.py").write_text(kernel)
     outcome = train("run", "attention=custom", "attention.function=bad_kernel:attention", "train.max_steps=2")
     assert re.search(r"python replay.py record=\S+step-00000001.json function=bad_kernel:attention", outcome.err)
 

@@ -110,11 +110,13 @@ def check_attention(
         remedy += ", such as naive, sdpa or flash2, or set model.n_kv_head=null"
     try:
         inputs = split_projection(packed, heads, kv_heads)
+        for x in inputs:
+            x.retain_grad()
         out = _run_once(attention, *inputs, **options)
         if not out.requires_grad:
             raise ValueError("the output has no gradient; wrap a kernel in torch.autograd.Function")
-        grads = torch.autograd.grad(out, inputs, torch.ones_like(out), allow_unused=True)
-        if missing := [name for name, grad in zip("qkv", grads, strict=True) if grad is None]:
+        out.backward(torch.ones_like(out))
+        if missing := [name for name, x in zip("qkv", inputs, strict=True) if x.grad is None]:
             raise ValueError(f"the output has no gradient for {missing[0]}; return one from the backward pass")
         if sampling:
             keys = max(length - 1, 1)  # Samples have any number of keys.

@@ -88,6 +88,11 @@ def of_long_sequences(q, k, v, *, causal, scale):
     return attention(q, k, v, causal=causal, scale=scale)
 
 
+def recomputed(q, k, v, *, causal, scale):
+    from torch.utils.checkpoint import checkpoint
+    return checkpoint(lambda q, k, v: attention(q, k, v, causal=causal, scale=scale), q, k, v, use_reentrant=True)
+
+
 def with_documents(q, k, v, *, causal, scale, cu_seqlens=None):
     if cu_seqlens is None:
         return attention(q, k, v, causal=causal, scale=scale)
@@ -190,6 +195,7 @@ def test_a_name_that_leads_to_no_function_is_refused(name, message):
         ("fails", r"NameError: name 'undefined_name' is not defined in line \d+ of my_kernels.py.; fix the function"),
         ("of_another_shape", r"the output is \(1, 2, 64, 16\) torch.float32 and should be \(1, 64, 2, 16\)"),
         ("of_another_dtype", r"torch.float64 and should be \(1, 64, 2, 16\) torch.float32"),
+        ("without_gradient_of_keys", "the output has no gradient for k; return one from the backward pass"),
         ("without_gradient", "the output has no gradient; wrap a kernel in torch.autograd.Function"),
         ("of_two_tensors", "the output is a tuple and should be"),
         ("without_backward", r"AssertionError: no backward pass yet in line \d+ of my_kernels.py"),
@@ -204,6 +210,10 @@ def test_a_function_that_cannot_train_is_refused_in_a_sentence_with_its_name(fun
 
 def test_a_function_of_any_arguments_is_accepted_with_every_option():
     check_attention(custom("with_any"), **CHECK | {"dropout_p": 0.1, "documents": True, "sampling": True})
+
+
+def test_a_function_may_use_a_backward_pass_that_torch_allows_in_training_alone():
+    check_attention(custom("recomputed"), **CHECK)
 
 
 def test_a_function_is_tried_with_the_length_and_the_documents_of_training():
