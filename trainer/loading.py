@@ -7,7 +7,7 @@ import torch
 
 from data.tokenizers import vocab_size
 from errors import UserError
-from model.attention import SPARSE_KEYS, AttentionConfig, BlockSparseConfig, build_attention
+from model.attention import SPARSE_KEYS, AttentionConfig, BlockSparseConfig, CustomConfig, build_attention
 from model.gpt2 import GPT2, ModelConfig
 from model.huggingface import find_pretrained, is_pretrained, load_pretrained, read_config, with_sizes
 from trainer.checkpoint.files import State
@@ -119,7 +119,7 @@ def load_model(
     """Return the model of a checkpoint, a Hugging Face folder or a hub id, and the name of its tokenizer.
 
     Unless `any_pairs`, refuse an `attention` that leaves out other pairs of tokens than the attention of the training.
-    A Hugging Face model does not say how it was trained: export.py writes models of every attention.
+    A Hugging Face model does not say how it was trained, and nobody knows which pairs a custom function left out.
     """
     path = Path(source)
     if path.exists() and not is_pretrained(path):
@@ -130,7 +130,7 @@ def load_model(
                 f"leaves out other pairs of tokens, or none; set {sparsity_setting(state)}"
             )
         model = model_of(state, attention, activation_checkpointing, fp8)
-        if not any_pairs and not sparsity(state):
+        if not (any_pairs or sparsity(state) or state["config"]["attention"]["name"] == CustomConfig.name):
             _check_all_pairs(model, attention, source)
         return model, state["tokenizer"]
     folder = find_pretrained(source, key="checkpoint")

@@ -5,6 +5,7 @@ import math
 import os
 import re
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,7 +22,9 @@ from data.token_files import TokenWriter
 from data.tokenizers import get_tokenizer
 from errors import UserError
 from model.attention import BUILT_IN
-from tests.e2e import run, train
+from tests.e2e import load, run, train
+from trainer.checkpoint.files import write_file
+from trainer.checkpoint.folder import find
 from trainer.evaluation import count_words, perplexity, score, window_sizes, windows
 
 pytest_plugins = ["tests.e2e"]
@@ -176,6 +179,10 @@ def test_a_model_trained_with_all_pairs_is_not_scored_in_a_window(workplace, tra
     np.save("one.npy", np.ones((1, 1), dtype=bool))
     for same in ("attention=local attention.window=32", "attention=block_sparse attention.pattern=one.npy"):
         run("sample.py", *model, "max_tokens=1", *same.split()).ok()
+    state = load(find(trained))
+    state["config"]["attention"] = {"name": "custom", "function": "mine:attention"}  # perhaps with this window too
+    write_file(Path("custom.pt"), state)
+    run("sample.py", "checkpoint=custom.pt", "device=cpu", "max_tokens=1", *window.split()).ok()
     exported = f"checkpoint={hugging_face[1]}", "device=cpu"  # perhaps of a model that was trained in this window
     run("sample.py", *exported, "max_tokens=1", *window.split()).ok()
 
