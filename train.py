@@ -95,7 +95,7 @@ def train(config: Config, resumed: State | None, world: World = ALONE) -> StopRe
             parts = config.attention, config.train, config.optimizer, compute, config.data.document_mask
             log.message(describe(state, tokens, *parts, folder))
             log.settings_changed(state.step, state.tokens, changes)
-            checkpoints.check_best(state, changes)
+            checkpoints.check_best(state)
             watch = Watch(state, config.train, checkpoints, folder / "replay", log.message, world)
             loop(config, state, tokens, compute, checkpoints, watch, log, stop)
             text = "" if stop.signal else sample(model, tokens, config.train, compute) + "\n\n"

@@ -99,6 +99,8 @@ def test_other_evaluations_begin_a_new_best():
     last, best = Path("run/checkpoints/step-00000004.pt"), Path("run/checkpoints/best.pt")
     write_file(last, load(last) | {"best_loss": 0.1, "best_step": 2})
     told = "train.eval_tokens 64 -> 256: the best validation loss so far (0.1000 at step 2) does not compare"
+    finished = train("run", *often, "train.eval_tokens=256", "train.max_steps=4").ok()
+    assert told in " ".join(finished.out.split()) and load(last)["best_loss"] == 0.1, "no evaluation has followed"
     more = train("run", *often, "train.eval_tokens=256", "train.max_steps=6").ok()
     assert told in " ".join(more.out.split()) and re.search(r"\nloss +best validation \S+ \(.+\) at step 6,", more.out)
     assert load(best)["step"] == load(best)["best_step"] == 6 and load(best)["best_loss"] > 0.1

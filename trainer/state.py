@@ -32,6 +32,7 @@ class TrainState:
     step: int = 0  # finished optimizer steps
     best_loss: float = float("inf")  # lowest validation loss so far, in nats
     best_step: int = 0  # the step of that loss
+    best_evaluation: State = field(default_factory=dict)  # the settings of the evaluation that gave that loss
     evaluated: int = 0  # the step of the last complete evaluation
     skipped: int = 0  # steps that were dropped because loss or gradient was not finite
     broken_in_a_row: int = 0  # the last steps, if they were dropped
@@ -69,6 +70,7 @@ class TrainState:
             "fp8_scales": self.fp8_scales.state_dict(),
             "loader": self.loader.state_dict(),
             "config": self.config,
+            "best_evaluation": self.best_evaluation,
             "tokenizer": self.tokenizer,
             "rng": self.world.gather(random_state()),
         } | {key: getattr(self, key) for key in NUMBERS + COUNTS}
@@ -94,6 +96,7 @@ class TrainState:
         for key in COUNTS:
             setattr(self, key, int(state.get(key, 0)))
         self.norms = [float(norm) for norm in self.norms]
+        self.best_evaluation = dict(state.get("best_evaluation", {}))  # older checkpoints lack it
         self.resumed_from, rank = len(state["rng"]), self.world.rank
         if self.resumed_from == self.world.size or rank == 0:  # the other processes already draw different numbers
             set_random_state(state["rng"][rank])

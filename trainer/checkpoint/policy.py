@@ -23,7 +23,7 @@ from trainer.loggers.base import describe_changes
 from trainer.precision import Compute
 from trainer.state import TrainState
 
-EVALUATION = ("train.eval_tokens", "data.document_mask")
+EVALUATION = ("train", "eval_tokens"), ("data", "document_mask")
 """The settings that decide over which tokens, and how, a model is evaluated."""
 
 
@@ -62,20 +62,23 @@ class Checkpoints:
     def save_if_best(self, state: TrainState, row: dict[str, float]) -> None:
         """Save the state as the best one if the row has the lowest validation loss so far. Raises like `save`.
 
+        Losses of evaluations with other settings do not count.
         Call this after the row is logged: a run that is resumed from the checkpoint does not log the row again.
         """
-        if row.get("val/loss", math.inf) < state.best_loss:
-            state.best_loss, state.best_step = row["val/loss"], state.step
+        loss, now = row.get("val/loss", math.inf), evaluation_of(state)
+        begins_new = math.isfinite(loss) and state.best_evaluation not in ({}, now)
+        if loss < state.best_loss or begins_new:
+            state.best_loss, state.best_step, state.best_evaluation = loss, state.step, now
             self._attempt(state, partial(self._store.save, best=True))
 
-    def check_best(self, state: TrainState, changes: dict[str, list]) -> None:
-        """Begin a new best in a resumed run if `changes` are of the evaluation: old and new losses do not compare."""
-        changed = {key: pair for key, pair in changes.items() if key in EVALUATION}
-        if changed and state.best_step:
+    def check_best(self, state: TrainState) -> None:
+        """Print a note if the next evaluation begins a new best: losses over other tokens do not compare."""
+        now = evaluation_of(state)
+        if state.best_evaluation not in ({}, now):
+            changes = {key: [old, now.get(key)] for key, old in state.best_evaluation.items() if old != now.get(key)}
             old = f"the best validation loss so far ({state.best_loss:.4f} at step {state.best_step})"
-            why = f"{describe_changes(changed)}: {old} does not compare with the next ones and no longer counts"
+            why = f"{describe_changes(changes)}: {old} does not compare with the next ones and no longer counts"
             self._store.tell(paragraph("note", f"{why}; to keep the old best.pt, copy it before the next evaluation"))
-            state.best_loss, state.best_step = math.inf, 0
 
     def save_last(self, state: TrainState) -> None:
         """Save the state and wait until the checkpoint is complete. Raises like `save`, whatever on_error says."""
@@ -126,6 +129,11 @@ class Checkpoints:
                 f"{how_to_continue(self._store.folder)}"
             )
         return state.state_dict()
+
+
+def evaluation_of(state: TrainState) -> State:
+    """Return the settings of a run's evaluations by their dotted keys."""
+    return {f"{group}.{key}": state.config.get(group, {}).get(key) for group, key in EVALUATION}
 
 
 def check_folder(folder: Path, resumed: State | None) -> None:
