@@ -19,7 +19,8 @@ SHAPE = ("context_length", "n_layer", "n_head", "n_kv_head", "n_embd", "vocab_si
 TRAINING = ("attention.", "data.document_mask", "model.", "optimizer.", "precision.", "train.")
 BESIDE_TRAINING = (
     *("train.max_steps", "train.eval_interval", "train.eval_tokens", "train.log_interval"),
-    *("train.sample_tokens", "train.spike_factor", "train.timeout_s"),
+    *("train.sample_tokens", "train.spike_factor", "train.timeout_s", "train.compile", "train.cuda_graphs"),
+    *("train.activation_checkpointing", "train.reshard_after_forward"),
 )
 """The settings of TRAINING that a finished run may change."""
 
