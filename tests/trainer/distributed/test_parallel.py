@@ -21,7 +21,7 @@ from trainer.precision import Compute
 pytest_plugins = ["tests.e2e"]
 
 
-SHAPE = ModelConfig(n_layer=2, n_head=1, n_embd=8, context_length=8, vocab_size=11)
+SHAPE = ModelConfig(n_layer=2, n_head=1, n_embd=16, context_length=16, vocab_size=11)
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def group() -> Iterator[None]:
 @pytest.mark.parametrize("fp8", [False, True])
 def test_gradients_are_exchanged_once_for_all_micro_steps(group, fp8):
     """Each process keeps its own statistics of FP8 tensors, and all set the same scales. So no buffer is exchanged."""
-    sent, tokens = [], torch.zeros((1, 8), dtype=torch.int64)
+    sent, tokens = [], torch.zeros((1, 16), dtype=torch.int64)
     model = GPT2(SHAPE, build_attention(SdpaConfig()), fp8=fp8)
     model = data_parallel(model, World(parallel="ddp"))
     for i in range(4):
