@@ -145,7 +145,7 @@ def with_dropout(name: str, function: Attention, device: str, dtype: str, head_d
 
 
 def check_kept(keep: Tensor) -> None:
-    """Raise a WrongResult if dropout did not keep each causal pair with the same probability, on its own.
+    """Raise a WrongResult if dropout did not keep all causal pairs independently and with the right probability.
 
     keep (B, H, T, T) boolean, False above the diagonal, says which probabilities are not 0.
     """

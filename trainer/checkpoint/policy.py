@@ -72,7 +72,7 @@ class Checkpoints:
             self._attempt(state, partial(self._store.save, best=True))
 
     def check_best(self, state: TrainState) -> None:
-        """Print a note if the next evaluation begins a new best: losses over other tokens do not compare."""
+        """Print a note if the next evaluation begins a new best, because its settings have changed."""
         now = evaluation_of(state)
         if state.best_evaluation not in ({}, now):
             changes = {key: [old, now.get(key)] for key, old in state.best_evaluation.items() if old != now.get(key)}
