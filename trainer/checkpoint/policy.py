@@ -62,19 +62,18 @@ class Checkpoints:
     def save_if_best(self, state: TrainState, row: dict[str, float]) -> None:
         """Save the state as the best one if the row has the lowest validation loss so far. Raises like `save`.
 
-        Losses of evaluations with other settings do not count.
-        Call this after the row is logged: a run that is resumed from the checkpoint does not log the row again.
+        Losses of evaluations with other settings do not count. Call this after the row is logged: a run that is resumed
+        from the checkpoint does not log the row again.
         """
-        loss, now = row.get("val/loss", math.inf), evaluation_of(state)
-        begins_new = math.isfinite(loss) and state.best_evaluation not in ({}, now)
-        if loss < state.best_loss or begins_new:
-            state.best_loss, state.best_step, state.best_evaluation = loss, state.step, now
+        loss = row.get("val/loss", math.inf)
+        if loss < (math.inf if begins_new_best(state) else state.best_loss):
+            state.best_loss, state.best_step, state.best_evaluation = loss, state.step, evaluation_of(state)
             self._attempt(state, partial(self._store.save, best=True))
 
     def check_best(self, state: TrainState) -> None:
         """Print a note if the next evaluation begins a new best, because its settings have changed."""
-        now = evaluation_of(state)
-        if state.best_evaluation not in ({}, now):
+        if begins_new_best(state):
+            now = evaluation_of(state)
             changes = {key: [old, now.get(key)] for key, old in state.best_evaluation.items() if old != now.get(key)}
             old = f"the best validation loss so far ({state.best_loss:.4f} at step {state.best_step})"
             why = f"{describe_changes(changes)}: {old} does not compare with the next ones and no longer counts"
@@ -134,6 +133,11 @@ class Checkpoints:
 def evaluation_of(state: TrainState) -> State:
     """Return the settings of a run's evaluations by their dotted keys."""
     return {f"{group}.{key}": state.config.get(group, {}).get(key) for group, key in EVALUATION}
+
+
+def begins_new_best(state: TrainState) -> bool:
+    """Return whether the best loss is of an evaluation with other settings. Older checkpoints do not say which."""
+    return state.best_evaluation not in ({}, evaluation_of(state))
 
 
 def check_folder(folder: Path, resumed: State | None) -> None:
