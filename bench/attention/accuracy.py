@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from bench.attention.contenders import Contender, Inputs
 from bench.attention.shapes import TOKENS, AttentionShape
 from kernels.naive.definition import standard_attention, visible
-from model.attention import Attention
+from model.attention import Attention, kind_of
 
 NAMES = "out", "dq", "dk", "dv"
 FACTOR, FACTORS = 3, {"fused_softmax": 4, "pytorch": 4}  # allowed multiple of math attention's error
@@ -143,9 +143,7 @@ def check(contender: Contender, shape: AttentionShape, truth: Truth) -> None:
 
 def check_output(out: object, like: Tensor) -> None:
     """Raise a WrongResult if `out` is not a tensor with the shape and the dtype of `like`."""
-    expected = f"{tuple(like.shape)} {like.dtype}"
-    found = f"{tuple(out.shape)} {out.dtype}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
-    if found != expected:
+    if (found := kind_of(out)) != (expected := kind_of(like)):
         raise WrongResult(f"out is {found}, not {expected}")
 
 

@@ -18,7 +18,7 @@ from model.attention.exact import (
     Sdpa,
     SdpaConfig,
 )
-from model.attention.protocol import Attention, AttentionConfig, split_projection
+from model.attention.protocol import Attention, AttentionConfig, kind_of, split_projection
 from model.attention.sparse import BlockSparseConfig, LocalConfig, restore_pattern
 
 _EXACT = NaiveConfig, SdpaConfig, FusedSoftmaxConfig, Flash1Config, Flash2Config
@@ -132,8 +132,6 @@ def check_attention(
 
 def _run_once(attention: Attention, q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
     out = attention(q, k, v, **options)
-    found = f"{tuple(out.shape)} {out.dtype}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
-    expected = f"{tuple(q.shape)} {q.dtype}"
-    if found != expected:
+    if (found := kind_of(out)) != (expected := kind_of(q)):
         raise ValueError(f"the output is {found} and should be {expected}")
     return out

@@ -64,6 +64,11 @@ class Attention:
         return first_line(error)
 
 
+def kind_of(output: object) -> str:
+    """Return the shape and the dtype of a tensor as text, or the type of any other object."""
+    return f"{tuple(output.shape)} {output.dtype}" if isinstance(output, Tensor) else f"a {type(output).__name__}"
+
+
 def split_projection(projected: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return q (batch, seq, heads, head_dim), k and v (batch, seq, kv_heads, head_dim) as views of a projection."""
     sizes = heads, kv_heads, kv_heads
