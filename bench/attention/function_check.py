@@ -147,7 +147,7 @@ def with_dropout(name: str, function: Attention, device: str, dtype: str, head_d
 def check_kept(keep: Tensor) -> None:
     """Raise a WrongResult if dropout did not keep all causal pairs independently and with the right probability.
 
-    keep (B, H, T, T) boolean, False above the diagonal, says which probabilities are not 0.
+    keep is (B, H, T, T) boolean. It says which probabilities are not 0, and is False above the diagonal.
     """
     pairs = torch.arange(1, keep.shape[-1] + 1, device=keep.device).expand(keep.shape[:-1])  # of each query
     deviations = (keep.sum(-1) - pairs * (1 - DROPOUT)) / (pairs * DROPOUT * (1 - DROPOUT)) ** 0.5

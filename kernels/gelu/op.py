@@ -75,7 +75,8 @@ def gelu_mlp(
 ) -> Tensor:  # fmt: skip
     """Return gelu(x weight^T + bias) out_weight^T + out_bias + residual, (..., E) in x's dtype, for tanh-GELU.
 
-    x (..., D), weight (C, D), bias (C,), out_weight (E, C), out_bias (E,) and residual (..., E) have floating dtypes.
+    The shapes are x (..., D), weight (C, D), bias (C,), out_weight (E, C), out_bias (E,) and residual (..., E). All
+    floating dtypes are allowed.
     Autocast has no effect. kernels.linear explains the gradients of the weights and of out_bias. The gradient of `bias`
     is summed in fp32.
 

@@ -2,8 +2,9 @@
 
     python train.py model=gpt2 attention=custom attention.function=kernels.ladder.training:split train.sample_tokens=0
 
-Functions: split, atomics, tma_adds and specialised_warps, in the order of the steps. All need a GPU, and the last two a
-Hopper GPU. The forward pass is the same in all, so a difference in tokens/s comes from the backward pass.
+The functions are split, atomics, tma_adds and specialised_warps, in the order of the steps. All need a GPU, and the
+last two need a Hopper GPU. The forward pass is the same in all, so a difference in tokens/s comes from the backward
+pass.
 """
 
 import torch

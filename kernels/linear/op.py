@@ -98,9 +98,9 @@ def check_linear_shapes(name: str, x: Tensor, weight: Tensor, bias: Tensor, resi
 def linear(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None = None) -> Tensor:
     """Return x weight^T + bias + residual, (..., C) in x's dtype, whether or not autocast is on.
 
-    x (..., D), weight (C, D), bias (C,) and residual (..., C) have floating dtypes. The gradients of weight and bias
-    have their parameters' dtypes and are never rounded to 16 bits on the way to fp32. If the LayerNorm that follows
-    computes the gradient of the bias (kernels.layer_norm), detach bias.
+    The shapes are x (..., D), weight (C, D), bias (C,) and residual (..., C), of any floating dtypes. The
+    gradients of weight and bias have their parameters' dtypes and are never rounded to 16 bits on the way to fp32. If
+    the LayerNorm that follows computes the gradient of the bias (kernels.layer_norm), detach bias.
 
     Raises:
         ValueError: the shapes do not fit each other.

@@ -39,9 +39,9 @@ class Attention:
         """Return softmax(q k^T scale) v, (batch, seq_q, heads, head_dim).
 
         q is (batch, seq_q, heads, head_dim), k and v are (batch, seq_k, kv_heads, head_dim). All three may be strided
-        views of one packed projection. cu_seqlens are the cumulative lengths of documents, (n + 1,) int32, over all
-        sequences of the batch laid end to end: a document attends to itself alone, see kernels.flash2. Documents may be
-        empty: training always passes batch * seq + 1 entries, and the last ones repeat the number of tokens.
+        views of one packed projection. cu_seqlens (n + 1,) int32 are the cumulative lengths of documents. The sequences
+        of the batch are laid end to end, and each document attends to itself alone (see kernels.flash2). Documents may
+        be empty: training always passes batch * seq + 1 entries, and the last ones repeat the number of tokens.
 
         Raises:
             ValueError: the variant cannot do what it is asked. The message names a variant that can.

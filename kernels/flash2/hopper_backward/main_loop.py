@@ -1,9 +1,14 @@
 """The main kernel of the Hopper backward: its loading warp, its dQ warp, its consumers, and the launch of all three.
 
-Legend: M rows of a query tile; N rows of a key tile; D0 + D1 head size; j first key of the program. x0 and x1 are the
-two parts of x. x0_s is part 0 in shared memory. b_x0 is one tile of x0_s as a matrix. The query tiles [first, stop) see
-some key of the program. t counts these tiles over the query heads of the group. Rings have QS slots for Q and its
-statistics and OS slots for dO.
+Legend:
+
+- M: rows of a query tile
+- N: rows of a key tile
+- D0 + D1: head size in two parts; x0 and x1 are the two parts of x
+- x0_s: part 0 in shared memory; b_x0 is one tile of x0_s as a matrix
+- j: first key of the program
+- [first, stop): the query tiles that see some key of the program; t counts them over the query heads of the group
+- QS, OS: slots of the rings, QS for Q and its statistics, OS for dO
 
 Barriers, in the tuple bars: k_full of K and of V, q_full of Q's slots, do_full and do_empty of dO's slots, and dq_empty
 of the one tile of dQ. A release of dO at do_empty also says that dQ of this tile is in dq0_s and dq1_s. warpgroups.ring

@@ -5,8 +5,8 @@ parts of x. `it` is the number of key blocks before this tile in all tiles of th
 is in slot (it + j) % STAGES of the rings, V of the same block in the next slot. The n-th tile's Q of consumer C is in
 slot n % 2 * CONSUMERS + C of Q's ring.
 
-The tuple rings has the slots of Q, K and V in shared memory, and their barriers: q_full and q_empty for Q's slots, full
-and empty for the slots of K and V.
+The tuple rings has the slots of Q, K and V in shared memory, and then their barriers. q_full and q_empty are for Q's
+slots. full and empty are for the slots of K and V.
 
 Other tuples: shape is (batches, heads, seq_q, seq_k, section), band is (documents, window), and dropout is (numbers,
 threshold, keep_scale). count_blocks returns counts, and visible_keys returns seen.
