@@ -149,9 +149,10 @@ def whole_tile(
         ds16 = (p_t * (dp_t - delta)).to(dtype)
     if FUSED:
         ds_s.store(ds16)
-        fence_async_shared()
     if LATE:
         dv, dv_1 = add_product(p16, do0, do1, dv, dv_1, D1, WARPS)
+    if FUSED:
+        fence_async_shared()  # waits for the stores, so the product comes first
     return ds16, dv, dv_1
 
 
@@ -228,6 +229,6 @@ def both_halves(
     dp_t = warpgroup_mma_wait(PARTS, deps=(dp_t,))
     ds16 = (p_t * (dp_t - _statistic(stats, 1, 1, SL, IN_PRODUCTS))).to(dtype)
     ds_s.slice(M, M, 1).store(ds16)
-    fence_async_shared()  # for both halves of dS^T
     dv, dv_1 = add_product(p16, half_of(do0, 1), half_of(do1, 1), dv, dv_1, D1, WARPS)
+    fence_async_shared()  # for both halves of dS^T; waits for the stores, so the product comes first
     return ds16, dk, dk_1, dv, dv_1
