@@ -45,7 +45,8 @@ def attention(head_dim: int, dtype: torch.dtype, mask: str, config: HopperConfig
         options = options._replace(numbers=torch.empty(1, dtype=torch.int32), dropout_p=0.1)
     if isinstance(config, HopperForwardConfig):
         kernel, launched = hopper_forward.forward_kernel, {"num_warps": 4}
-        arguments = hopper_forward.arguments_of(x, x, x, x, torch.empty(1), options, 1, config)
+        counter = None if documents is None else torch.empty(1, dtype=torch.int32)
+        arguments = hopper_forward.arguments_of(x, x, x, x, torch.empty(1), counter, options, 1, config)
     else:
         kernel, launched = hopper_backward.main_kernel, config.compiler_options
         accumulator = torch.empty(config.queries * head_dim) if config.fused else None

@@ -71,12 +71,31 @@ def test_every_setting_of_hopper_is_attention(pass_, head_dim, mask, config, dty
     causal_shapes = (True, 700, 700), (True, 200, 330), (True, 330, 200)
     shapes = {
         "full": ((False, 257, 140), (False, 700, 700)),
-        "documents": ((True, 700, 700), (True, 1500, 1500), (False, 1500, 1500)),  # above 1,024: a program per tile
+        "documents": ((True, 700, 700), (True, 1500, 1500), (False, 1500, 1500)),
     }
     for causal, seq_q, seq_k in shapes.get(mask, causal_shapes):
         case = Case(seq_q=seq_q, seq_k=seq_k, heads=4, kv_heads=2, head_dim=head_dim, dtype=dtype, causal=causal)
         for deterministic in (False, True) if pass_ == "backward" else (False,):
             assert_launches_attention(case, "cuda", dropout_p, deterministic, band, **{pass_: config})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_programs_draw_each_tile_of_documents(head_dim, causal):
+    """There are many more tiles than programs. Rows of a tile that no program draws would keep the NaN."""
+    case = Case(3, seq_q=2000, seq_k=2000, heads=24, kv_heads=12, head_dim=head_dim, causal=causal, dtype=BF16)
+    q, k, v, _ = draw(case, "cuda")
+    cuts = torch.tensor([0, 1999, 2000, 2100, 2100, 5000, 6000], dtype=torch.int32, device="cuda")
+    options = Options(documents=document_bounds(cuts, 3, 2000), causal=causal, scale=head_dim**-0.5)
+    plain_out, plain_logsumexp = dispatch.forward(
+        q, k, v, *options, tiles=plain_tiles_for("sm_80", head_dim, BF16, causal, 2000)
+    )
+    for config in (HopperForwardConfig(64, 4, 2), HopperForwardConfig(128, 2, 2)):
+        torch.full((3 * q.numel(),), math.nan, device="cuda")  # in the memory that the outputs get
+        out, logsumexp = dispatch.forward(q, k, v, *options, tiles=config)
+        torch.testing.assert_close(logsumexp, plain_logsumexp, atol=1e-3, rtol=0)
+        assert ((out - plain_out).norm(dim=-1) <= 5e-2 * plain_out.norm(dim=-1)).all()
 
 
 @pytest.mark.gpu

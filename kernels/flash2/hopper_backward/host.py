@@ -17,10 +17,15 @@ _LOADER_REGISTERS = 24  # the minimum
 
 
 @cache
-def _section(key_tiles: int, resident: int, causal: bool, device: torch.device) -> int:
-    """Return how many heads to deal out together: all that run at a time if tiles differ in length, else one."""
-    programs = resident * multiprocessors(device)
-    return max(programs // key_tiles, 1) if causal else 1
+def _section(key_tiles: int, resident: int, causal: bool, documents: bool, device: torch.device) -> int:
+    """Return how many heads to deal out together.
+
+    If tiles differ in length, these are all heads that run at a time, or 8 with documents: heads of 64, 96 and 128 are
+    up to 7 % faster with 8 than with one on an H200. Else one.
+    """
+    if documents:
+        return 8
+    return max(resident * multiprocessors(device) // key_tiles, 1) if causal else 1
 
 
 def statistics_for(tiles: int, q: Tensor, options: Options, config: HopperBackwardConfig) -> Tensor:
@@ -99,8 +104,8 @@ def backward_into(
         scalars = *strides(out, dout), heads, seq_q, seq_k, 1 - options.dropout_p, options.scale
         constants = m, *split_head_dim(head_dim), dlogsumexp is not None, dropout, fused
         launch_kernel(delta_kernel, key, tiles, tensors, scalars, constants, num_warps=m // 16)
-        ordered = options.causal and not options.window and options.documents is None  # the first tiles are longest
-        section = _section(key_tiles, config.resident, ordered, q.device)
+        documents = options.documents is not None
+        section = _section(key_tiles, config.resident, options.causal and not options.window, documents, q.device)
         arguments = arguments_of(accumulator, stats, dk, dv, dout, q, k, v, options, section, config)
         launch_kernel(main_kernel, key, batch * kv_heads * key_tiles, *arguments, **config.compiler_options)
         if fused:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from kernels.common.launching import launch_kernel
 from kernels.flash2.hopper_forward.kernel import forward_kernel
-from kernels.flash2.hopper_forward.schedule import section_size
+from kernels.flash2.hopper_forward.schedule import MOST_TOGETHER, section_size
 from kernels.flash2.hopper_forward.tile import ROWS
 from kernels.flash2.options import Options
 from kernels.flash2.tiles import HopperForwardConfig, split_head_dim
@@ -16,8 +16,8 @@ PRODUCER_REGISTERS = 24  # the minimum
 
 
 def arguments_of(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, options: Options, section: int,
-    config: HopperForwardConfig,
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, counter: Tensor | None, options: Options,
+    section: int, config: HopperForwardConfig,
 ) -> tuple[tuple, tuple, tuple]:  # fmt: skip
     """Return the tensors, scalars and constants of forward_kernel."""
     batch, seq_q, heads, head_dim = q.shape
@@ -27,7 +27,7 @@ def arguments_of(
         return blocks_of(x, 1, rows, 1, d0), blocks_of(x, 1, rows, 1, d1) if d1 else None
 
     reads = *parts(q, ROWS.value), *parts(k, config.keys), *parts(v, config.keys)
-    tensors = *reads, out, logsumexp, options.numbers, options.documents
+    tensors = *reads, out, logsumexp, options.numbers, options.documents, counter
     sizes = batch, heads, heads // k.shape[2], seq_q, k.shape[1], section, options.window
     registers = CONSUMER_REGISTERS[config.consumers], PRODUCER_REGISTERS
     shape = config.keys, config.stages, config.consumers, d0, d1
@@ -45,16 +45,19 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, config: HopperFor
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     logsumexp = torch.empty((batch, heads, seq_q), dtype=torch.float32, device=q.device)
     rows = -(-seq_q // config.queries)
-    tiles, places = batch * heads * rows, multiprocessors(q.device)
-    # Long documents make tiles unequal. The lengths of many tiles of a program average out. If there are few, start a
-    # program for each tile, and the GPU deals them out.
-    is_dealt = options.documents is not None and seq_k > 1024 and tiles < 24 * places
-    programs = tiles if is_dealt else min(tiles, places)
+    tiles = batch * heads * rows
+    programs = min(tiles, multiprocessors(q.device))
     bytes_of_head = -(-2 * seq_k * head_dim * k.element_size() * kv_heads // heads)
-    shape = batch * heads, seq_q, seq_k
-    unequal = options.causal and not options.window and options.documents is None  # and known here
-    section = section_size(shape, bytes_of_head, programs, config) if unequal else 1
-    arguments = arguments_of(q, k, v, out, logsumexp, options, section, config)
+    counter = None
+    if options.documents is not None:
+        counter = torch.zeros(1, dtype=torch.int32, device=q.device)
+    if options.window or options.documents is not None:
+        section = MOST_TOGETHER  # their tiles read few keys of a head
+    elif options.causal:
+        section = section_size((batch * heads, seq_q, seq_k), bytes_of_head, programs, config)
+    else:
+        section = 1
+    arguments = arguments_of(q, k, v, out, logsumexp, counter, options, section, config)
     with torch.cuda.device_of(q):
         launch_kernel(forward_kernel, (q.dtype, q.device, head_dim), programs, *arguments, num_warps=4)
     return out, logsumexp

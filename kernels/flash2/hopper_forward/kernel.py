@@ -1,4 +1,4 @@
-"""The kernel of the Hopper forward: its producer warp, its consumer warpgroups, and the launch of both.
+"""The kernel of the Hopper forward: its consumer warpgroups, and the launch of these and of the producer warp.
 
 Legend: M rows of a query tile, ROWS = 64 of one consumer, N keys of a block, D0 + D1 head size; x0 and x1 are the two
 parts of x. `it` is the number of key blocks before this tile in all tiles of this program. K of block j of this tile
@@ -6,10 +6,10 @@ is in slot (it + j) % STAGES of the rings, V of the same block in the next slot.
 slot n % 2 * CONSUMERS + C of Q's ring.
 
 The tuple rings has the slots of Q, K and V in shared memory, and then their barriers. q_full and q_empty are for Q's
-slots. full and empty are for the slots of K and V.
+slots. full and empty are for the slots of K and V. With documents, the last member has the places of Q's tiles.
 
-Other tuples: shape is (batches, heads, seq_q, seq_k, section), band is (documents, window), and dropout is (numbers,
-threshold, keep_scale). count_blocks returns counts, and visible_keys returns seen.
+Other tuples: shape is (batches, heads, seq_q, seq_k, section), band is (documents, window, counter), and dropout is
+(numbers, threshold, keep_scale). tile_of returns place, count_blocks returns counts, and visible_keys returns seen.
 """
 
 from triton.experimental import gluon
@@ -17,7 +17,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_init, warpgroup_mma_wait
 
 from kernels.common.head_rows import LOG2_E
-from kernels.flash2.hopper_forward.schedule import count_tiles, tile_at
+from kernels.flash2.hopper_forward.producer import producer
+from kernels.flash2.hopper_forward.schedule import allocate_places, count_tiles, published, tile_at
 from kernels.flash2.hopper_forward.tile import (
     ROWS,
     as_operand,
@@ -37,7 +38,6 @@ from kernels.flash2.hopper_forward.tile import (
     visible_keys,
     wait_for_output,
 )
-from kernels.hopper.gluon_versions import tma_load
 from kernels.hopper.warpgroups import accumulator_layout, allocate_slots, release, ring
 
 THREADS: gl.constexpr = gl.constexpr(128)  # of one consumer
@@ -62,56 +62,12 @@ def _after_products(head_dim):
     return head_dim == 64
 
 
-@gluon.jit
-def _copy(x0, x1, batch, row, head, slots0, slots1, slot, full, D0: gl.constexpr, D1: gl.constexpr):
-    """Start the copy of one tile by TMA; `full` must already expect its bytes."""
-    tma_load(x0, [batch, row, head, 0], full, slots0.index(slot))
-    if D1:
-        tma_load(x1, [batch, row, head, D0], full, slots1.index(slot))
-
-
-@gluon.jit
-def _producer(
-    rings, reads, shape, band,
-    N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, DOCUMENTS: gl.constexpr,
-):  # fmt: skip
-    """Do the job of one warp: load each tile's Q, then K of each block together with V of the block before.
-
-    Consumers need K one block earlier than V. So one slot, with one barrier, has K of a block and V of the one before.
+@gluon.constexpr_function
+def _holds_queries(n, head_dim, consumers, dropout):
+    """Return whether registers hold a tile's queries. S and P take 3 N / 4 registers of a thread, O and held queries
+    3 head_dim / 4.
     """
-    BYTES: gl.constexpr = N * (D0 + D1) * 2  # of K or V in a slot
-    M: gl.constexpr = ROWS * CONSUMERS
-    q_slots, k_slots, v_slots, q_full, q_empty, full, empty = rings
-    q0, q1, k0, k1, v0, v1, groups = reads
-    batches, heads, seq_q = shape[0], shape[1], shape[2]
-    it = 0
-    v_batch, v_row, v_head = 0, 0, 0
-    for n in range(count_tiles(batches * heads * gl.cdiv(seq_q, M))):
-        batch, head, i, begin, blocks = tile_at(n, shape, band, M, N, CAUSAL, WINDOW, DOCUMENTS)
-        kv_head = head // groups
-        # Q [64, D0 + D1] of each consumer
-        for c in gl.static_range(CONSUMERS):
-            slot = n % 2 * CONSUMERS + c
-            mbarrier.wait(q_empty.index(slot), (n // 2 + 1) & 1)
-            mbarrier.expect(q_full.index(slot), ROWS * (D0 + D1) * 2)
-            _copy(q0, q1, batch, i + c * ROWS, head, q_slots[0], q_slots[1], slot, q_full.index(slot), D0, D1)
-        # K [N, D0 + D1] of block j, and V of the block before; the very first block has no V beside it
-        for j in range(blocks):
-            slot = it % STAGES
-            mbarrier.wait(empty.index(slot), (it // STAGES + 1) & 1)
-            mbarrier.expect(full.index(slot), BYTES, pred=it == 0)
-            mbarrier.expect(full.index(slot), 2 * BYTES, pred=it > 0)
-            _copy(k0, k1, batch, (begin + j) * N, kv_head, k_slots[0], k_slots[1], slot, full.index(slot), D0, D1)
-            if it > 0:
-                _copy(v0, v1, v_batch, v_row, v_head, v_slots[0], v_slots[1], slot, full.index(slot), D0, D1)
-            v_batch, v_row, v_head = batch, (begin + j) * N, kv_head
-            it += 1
-    # V of the last block
-    slot = it % STAGES
-    mbarrier.wait(empty.index(slot), (it // STAGES + 1) & 1)
-    mbarrier.expect(full.index(slot), BYTES)
-    _copy(v0, v1, v_batch, v_row, v_head, v_slots[0], v_slots[1], slot, full.index(slot), D0, D1)
+    return n + head_dim <= 208 and consumers == 2 and not dropout
 
 
 @gluon.jit
@@ -131,7 +87,7 @@ def _walk(
     p [64, N], m [64] and l [64, 4] come from block 0. The returned p, m and l are those after the last block. The
     returned O lacks P V of the last block, and the division by l.
     """
-    _q_slots, k_slots, v_slots, _q_full, _q_empty, full, empty = rings
+    _q_slots, k_slots, v_slots, _q_full, _q_empty, full, empty, _places = rings
     EACH: gl.constexpr = _each(D0, CONSUMERS)
     # If one thread releases a slot, the warps meet at two barriers. With a slot to spare, release it one block later:
     # one of the barriers then coincides with the wait for the next block, and neither delays a product.
@@ -185,26 +141,124 @@ def _walk(
 
 
 @gluon.jit
+def _compute_tile(
+    n, count, state, none, zero, C: gl.constexpr, parts,
+    N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, DOCUMENTS: gl.constexpr, DROPOUT: gl.constexpr,
+):  # fmt: skip
+    """Compute the blocks of the n-th tile after block 0, begin the next tile, and store this tile.
+
+    For each tile, walk over the key blocks. Then issue S of the next tile's block 0 together with this tile's last P V,
+    run the next tile's softmax under both, and store this tile. Return the state of the next tile, and whether there is
+    a next tile. Without documents, `count` is the number of tiles.
+    """
+    rings, writes, shape, band, dropout = parts
+    q_slots, k_slots, v_slots, q_full, q_empty, full, empty, places = rings
+    out, logsumexp, scale_log2 = writes
+    numbers, threshold, keep_scale = dropout
+    it, p, m, l, batch, head, i, begin, blocks, counts, seen = state
+    seq_q, seq_k = shape[2], shape[3]
+    EACH: gl.constexpr = _each(D0, CONSUMERS)
+    AFTER: gl.constexpr = _after_products(D0 + D1)
+    SPARE: gl.constexpr = D0 + D1 == 64 and CONSUMERS == 2
+    HELD: gl.constexpr = _holds_queries(N, D0 + D1, CONSUMERS, DROPOUT)
+    BANDED: gl.constexpr = WINDOW or DOCUMENTS
+    M: gl.constexpr = ROWS * CONSUMERS
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, accumulator_layout(N))
+
+    # Blocks 1 to own of this tile
+    if not DOCUMENTS:
+        counts = count_blocks(i, batch, shape, band, begin, blocks, N, CAUSAL, WINDOW, DOCUMENTS)
+    own = counts[2]
+    q_slot = n % 2 * CONSUMERS + C
+    q0, q1 = load_queries(q_slots, q_slot, HELD, N, D0, D1)
+    p, acc0, acc1, m, l = _walk(
+        it, p, m, l, q0, q1, rings, batch, head, i, begin, counts, seen, shape, scale_log2, dropout,
+        SPARE, N, STAGES, CONSUMERS, D0, D1, CAUSAL, BANDED, DROPOUT,
+    )  # fmt: skip
+    release(q_empty.index(q_slot), EACH)
+    v_slot = (it + own) % STAGES
+    q_slot = (n + 1) % 2 * CONSUMERS + C
+    if DOCUMENTS:
+        # The producer publishes the next tile together with Q, or that there is none. Skip first: the producer may wait
+        # for the slots of this tile's last blocks.
+        _skip(it, own, blocks, full, empty, STAGES, EACH)
+        mbarrier.wait(q_full.index(q_slot), (n + 1) // 2 & 1)
+        place = published(places, q_slot)
+        more = place[0] >= 0
+    else:
+        more = n + 1 < count
+    if more:
+        if not DOCUMENTS:
+            _skip(it, own, blocks, full, empty, STAGES, EACH)
+            place = tile_at(n + 1, shape, band, M, N, CAUSAL, WINDOW, DOCUMENTS)
+            mbarrier.wait(q_full.index(q_slot), (n + 1) // 2 & 1)
+        shared = own == blocks  # whether the last V and the next tile's first K have one slot
+        it += blocks
+        # S of the next tile's block 0, and this tile's last O += P V
+        next_batch, next_head, next_i, begin, blocks = place
+        next_i += C * ROWS
+        counts = count_blocks(next_i, next_batch, shape, band, begin, blocks, N, CAUSAL, WINDOW, DOCUMENTS)
+        seen = visible_keys(next_i, next_batch, shape, band, LAYOUT, CAUSAL, WINDOW, DOCUMENTS)
+        q0, q1 = load_queries(q_slots, q_slot, HELD, N, D0, D1)
+        s = issue_scores(q0, q1, k_slots, it % STAGES, N, D0, D1)
+        acc0, acc1 = issue_output(p, v_slots, v_slot, acc0, acc1, N, D0, D1)
+        of_queries = query_numbers(numbers, next_batch, next_head, next_i, shape, N, DROPOUT)
+        of_keys = key_numbers(numbers, next_batch, next_head, begin * N, shape, N, DROPOUT)
+        s = warpgroup_mma_wait(2 if D1 else 1, deps=(s,))
+        # softmax of the next tile's block 0
+        if needs_mask(0, counts[0], counts[1], BANDED):
+            s = mask(s, next_i, begin * N, seen, seq_q, seq_k, SPARE, N, CAUSAL, BANDED)
+        next_m, shift = new_maxima(s, none, scale_log2, D1)
+        if not AFTER:
+            b_p, next_l, _ = softmax(s, shift, none, zero, scale_log2)
+            p_next = as_operand(b_p, of_queries, of_keys, threshold, p.dtype, D0, DROPOUT)
+        # This wait keeps the exponentials in place, as in _walk. With two slots, the next block needs the slot of
+        # the last V of a consumer with fewer blocks, and that consumer releases it only below. So with two slots,
+        # wait here for a block that has already arrived.
+        _wait_for_use(full, it if STAGES == 2 else it + 1, STAGES)
+        out0, out1, p = wait_for_output(acc0, acc1, p, D1)
+        release(empty.index(it % STAGES), EACH)
+        if not shared:
+            release(empty.index(v_slot), EACH)
+        if STAGES == 2:
+            _wait_for_use(full, it + 1, STAGES)
+        if AFTER:
+            b_p, next_l, _ = softmax(s, shift, none, zero, scale_log2)
+            p_next = as_operand(b_p, of_queries, of_keys, threshold, p.dtype, D0, DROPOUT)
+        store_tile(out, logsumexp, out0, out1, m, l, keep_scale, batch, head, i, shape, D0, D1)
+        p, m, l = p_next, next_m, next_l
+        batch, head, i = next_batch, next_head, next_i
+    else:
+        acc0, acc1 = issue_output(p, v_slots, v_slot, acc0, acc1, N, D0, D1)
+        out0, out1, p = wait_for_output(acc0, acc1, p, D1)
+        store_tile(out, logsumexp, out0, out1, m, l, keep_scale, batch, head, i, shape, D0, D1)
+    return (it, p, m, l, batch, head, i, begin, blocks, counts, seen), more
+
+
+@gluon.jit
+def _skip(it, own, blocks, full, empty, STAGES: gl.constexpr, EACH: gl.constexpr):
+    """Wait for the blocks of this tile that only other consumers see, and release them."""
+    for j in range(it + own + 1, it + blocks + 1):
+        _wait_for_use(full, j, STAGES)
+        release(empty.index(j % STAGES), EACH, pred=j < it + blocks)
+
+
+@gluon.jit
 def _consumer(
     C: gl.constexpr, parts,
     N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, DOCUMENTS: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
-    """Do the job of warpgroup C: compute O and the logsumexp of rows 64 C to 64 C + 64 of every tile of this program.
-
-    For each tile, walk over the key blocks. Then issue S of the next tile's block 0 together with this tile's last P V,
-    run the next tile's softmax under both, and store this tile.
-    """
+    """Do the job of warpgroup C: compute O and the logsumexp of rows 64 C to 64 C + 64 of each tile of this program."""
     rings, writes, shape, band, dropout = parts
-    q_slots, k_slots, v_slots, q_full, q_empty, full, empty = rings
-    out, logsumexp, scale_log2 = writes
-    numbers, threshold, keep_scale = dropout
+    q_slots, k_slots, _v_slots, q_full, _q_empty, full, empty, places = rings
+    out, _logsumexp, scale_log2 = writes
+    numbers, threshold, _keep_scale = dropout
     batches, heads, seq_q, seq_k = shape[0], shape[1], shape[2], shape[3]
     EACH: gl.constexpr = _each(D0, CONSUMERS)
-    AFTER: gl.constexpr = _after_products(D0 + D1)
     SPARE: gl.constexpr = D0 + D1 == 64 and CONSUMERS == 2
-    # S and P take 3 N / 4 registers of a thread, O and held queries 3 (D0 + D1) / 4.
-    HELD: gl.constexpr = N + D0 + D1 <= 208 and CONSUMERS == 2 and not DROPOUT
+    HELD: gl.constexpr = _holds_queries(N, D0 + D1, CONSUMERS, DROPOUT)
     BANDED: gl.constexpr = WINDOW or DOCUMENTS
     M: gl.constexpr = ROWS * CONSUMERS
     LAYOUT: gl.constexpr = gl.SliceLayout(1, accumulator_layout(N))
@@ -215,11 +269,15 @@ def _consumer(
 
     # Block 0 of the first tile: S = Q K^T, then softmax
     it = 0
-    batch, head, i, begin, blocks = tile_at(0, shape, band, M, N, CAUSAL, WINDOW, DOCUMENTS)
+    mbarrier.wait(q_full.index(C), 0)
+    if DOCUMENTS:
+        place = published(places, C)
+    else:
+        place = tile_at(0, shape, band, M, N, CAUSAL, WINDOW, DOCUMENTS)
+    batch, head, i, begin, blocks = place
     i += C * ROWS
     counts = count_blocks(i, batch, shape, band, begin, blocks, N, CAUSAL, WINDOW, DOCUMENTS)
     seen = visible_keys(i, batch, shape, band, LAYOUT, CAUSAL, WINDOW, DOCUMENTS)
-    mbarrier.wait(q_full.index(C), 0)
     q0, q1 = load_queries(q_slots, C, HELD, N, D0, D1)
     mbarrier.wait(full.index(0), 0)
     s = issue_scores(q0, q1, k_slots, 0, N, D0, D1)
@@ -234,65 +292,21 @@ def _consumer(
     p = as_operand(b_p, of_queries, of_keys, threshold, out.dtype.element_ty, D0, DROPOUT)
     _wait_for_use(full, 1, STAGES)
 
-    for n in range(count):
-        # Blocks 1 to own of this tile
-        counts = count_blocks(i, batch, shape, band, begin, blocks, N, CAUSAL, WINDOW, DOCUMENTS)
-        own = counts[2]
-        q_slot = n % 2 * CONSUMERS + C
-        q0, q1 = load_queries(q_slots, q_slot, HELD, N, D0, D1)
-        p, acc0, acc1, m, l = _walk(
-            it, p, m, l, q0, q1, rings, batch, head, i, begin, counts, seen, shape, scale_log2, dropout,
-            SPARE, N, STAGES, CONSUMERS, D0, D1, CAUSAL, BANDED, DROPOUT,
-        )  # fmt: skip
-        release(q_empty.index(q_slot), EACH)
-        v_slot = (it + own) % STAGES
-        if n + 1 < count:
-            # Skip blocks that only other consumers see
-            for j in range(it + own + 1, it + blocks + 1):
-                _wait_for_use(full, j, STAGES)
-                release(empty.index(j % STAGES), EACH, pred=j < it + blocks)
-            shared = own == blocks  # whether the last V and the next tile's first K have one slot
-            it += blocks
-            # S of the next tile's block 0, and this tile's last O += P V
-            next_batch, next_head, next_i, begin, blocks = tile_at(n + 1, shape, band, M, N, CAUSAL, WINDOW, DOCUMENTS)
-            next_i += C * ROWS
-            next_counts = count_blocks(next_i, next_batch, shape, band, begin, blocks, N, CAUSAL, WINDOW, DOCUMENTS)
-            seen = visible_keys(next_i, next_batch, shape, band, LAYOUT, CAUSAL, WINDOW, DOCUMENTS)
-            q_slot = (n + 1) % 2 * CONSUMERS + C
-            mbarrier.wait(q_full.index(q_slot), (n + 1) // 2 & 1)
-            q0, q1 = load_queries(q_slots, q_slot, HELD, N, D0, D1)
-            s = issue_scores(q0, q1, k_slots, it % STAGES, N, D0, D1)
-            acc0, acc1 = issue_output(p, v_slots, v_slot, acc0, acc1, N, D0, D1)
-            of_queries = query_numbers(numbers, next_batch, next_head, next_i, shape, N, DROPOUT)
-            of_keys = key_numbers(numbers, next_batch, next_head, begin * N, shape, N, DROPOUT)
-            s = warpgroup_mma_wait(2 if D1 else 1, deps=(s,))
-            # softmax of the next tile's block 0
-            if needs_mask(0, next_counts[0], next_counts[1], BANDED):
-                s = mask(s, next_i, begin * N, seen, seq_q, seq_k, SPARE, N, CAUSAL, BANDED)
-            next_m, shift = new_maxima(s, none, scale_log2, D1)
-            if not AFTER:
-                b_p, next_l, _ = softmax(s, shift, none, zero, scale_log2)
-                p_next = as_operand(b_p, of_queries, of_keys, threshold, p.dtype, D0, DROPOUT)
-            # This wait keeps the exponentials in place, as in _walk. With two slots, the next block needs the slot of
-            # the last V of a consumer with fewer blocks, and that consumer releases it only below. So with two slots,
-            # wait here for a block that has already arrived.
-            _wait_for_use(full, it if STAGES == 2 else it + 1, STAGES)
-            out0, out1, p = wait_for_output(acc0, acc1, p, D1)
-            release(empty.index(it % STAGES), EACH)
-            if not shared:
-                release(empty.index(v_slot), EACH)
-            if STAGES == 2:
-                _wait_for_use(full, it + 1, STAGES)
-            if AFTER:
-                b_p, next_l, _ = softmax(s, shift, none, zero, scale_log2)
-                p_next = as_operand(b_p, of_queries, of_keys, threshold, p.dtype, D0, DROPOUT)
-            store_tile(out, logsumexp, out0, out1, m, l, keep_scale, batch, head, i, shape, D0, D1)
-            p, m, l = p_next, next_m, next_l
-            batch, head, i = next_batch, next_head, next_i
-        else:
-            acc0, acc1 = issue_output(p, v_slots, v_slot, acc0, acc1, N, D0, D1)
-            out0, out1, p = wait_for_output(acc0, acc1, p, D1)
-            store_tile(out, logsumexp, out0, out1, m, l, keep_scale, batch, head, i, shape, D0, D1)
+    state = (it, p, m, l, batch, head, i, begin, blocks, counts, seen)
+    if DOCUMENTS:
+        n, more = 0, True
+        while more:
+            state, more = _compute_tile(
+                n, 0, state, none, zero, C, parts,
+                N, STAGES, CONSUMERS, D0, D1, CAUSAL, WINDOW, DOCUMENTS, DROPOUT,
+            )  # fmt: skip
+            n += 1
+    else:
+        for n in range(count):
+            state, more = _compute_tile(
+                n, count, state, none, zero, C, parts,
+                N, STAGES, CONSUMERS, D0, D1, CAUSAL, WINDOW, DOCUMENTS, DROPOUT,
+            )  # fmt: skip
 
 
 @gluon.jit
@@ -303,7 +317,7 @@ def _slots_of_parts(x0, x1, SLOTS: gl.constexpr, D1: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["batches", "heads", "groups", "seq_q", "seq_k", "section", "window", "threshold"])
 def forward_kernel(
-    q0, q1, k0, k1, v0, v1, out, logsumexp, numbers, documents,
+    q0, q1, k0, k1, v0, v1, out, logsumexp, numbers, documents, counter,
     batches, heads, groups, seq_q, seq_k, section, window, scale, threshold, keep_scale,
     N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, DOCUMENTS: gl.constexpr, DROPOUT: gl.constexpr,
@@ -316,6 +330,7 @@ def forward_kernel(
     - q1, k1, v1: descriptors of the other D1 columns, or None.
     - numbers: random numbers of dropout, or None.
     - documents, window: as in the plain kernel, or None and 0.
+    - counter: a zero, int32, from which the programs draw tiles with documents; or None.
 
     Warps: four for each consumer, and one for the producer. The first consumer is the default partition.
     Grid: any number of programs up to the number of tiles.
@@ -329,11 +344,14 @@ def forward_kernel(
     ARRIVALS: gl.constexpr = THREADS if _each(D0, CONSUMERS) else 1
     q_full, q_empty = ring(2 * CONSUMERS, ARRIVALS)
     full, empty = ring(STAGES, CONSUMERS * ARRIVALS)
-    rings = (q_slots, k_slots, v_slots, q_full, q_empty, full, empty)
+    places = 0
+    if DOCUMENTS:
+        places = allocate_places(2 * CONSUMERS)  # as many as slots of Q
+    rings = (q_slots, k_slots, v_slots, q_full, q_empty, full, empty, places)
     shape = (batches, heads, seq_q, seq_k, section)
     reads = (q0, q1, k0, k1, v0, v1, groups)
     writes = (out, logsumexp, scale * LOG2_E)
-    band = (documents, window)
+    band = (documents, window, counter)
     dropout = (numbers, threshold, keep_scale)
     parts = (rings, writes, shape, band, dropout)
     if CONSUMERS == 2:
@@ -341,7 +359,7 @@ def forward_kernel(
             [
                 (_consumer, (0, parts, N, STAGES, CONSUMERS, D0, D1, CAUSAL, WINDOW, DOCUMENTS, DROPOUT)),
                 (_consumer, (1, parts, N, STAGES, CONSUMERS, D0, D1, CAUSAL, WINDOW, DOCUMENTS, DROPOUT)),
-                (_producer, (rings, reads, shape, band, N, STAGES, CONSUMERS, D0, D1, CAUSAL, WINDOW, DOCUMENTS)),
+                (producer, (rings, reads, shape, band, N, STAGES, CONSUMERS, D0, D1, CAUSAL, WINDOW, DOCUMENTS)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -352,7 +370,7 @@ def forward_kernel(
                 (_consumer, (0, parts, N, STAGES, CONSUMERS, D0, D1, CAUSAL, WINDOW, DOCUMENTS, DROPOUT)),
                 (_consumer, (1, parts, N, STAGES, CONSUMERS, D0, D1, CAUSAL, WINDOW, DOCUMENTS, DROPOUT)),
                 (_consumer, (2, parts, N, STAGES, CONSUMERS, D0, D1, CAUSAL, WINDOW, DOCUMENTS, DROPOUT)),
-                (_producer, (rings, reads, shape, band, N, STAGES, CONSUMERS, D0, D1, CAUSAL, WINDOW, DOCUMENTS)),
+                (producer, (rings, reads, shape, band, N, STAGES, CONSUMERS, D0, D1, CAUSAL, WINDOW, DOCUMENTS)),
             ],
             [4, 4, 1],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],

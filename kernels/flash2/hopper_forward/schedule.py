@@ -1,6 +1,7 @@
 """The order in which the programs of the Hopper forward compute query tiles: the device's part and the host's.
 
-M rows of a query tile, N keys of a block. A section is a group of heads whose tiles are dealt out together.
+M rows of a query tile, N keys of a block. A section is a group of heads whose tiles are dealt out together. The place
+of a tile is (batch, head, first query, first key block, number of key blocks).
 """
 
 from functools import lru_cache
@@ -31,14 +32,23 @@ def tile_at(
     n, shape, band, M: gl.constexpr, N: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
     DOCUMENTS: gl.constexpr,
 ):  # fmt: skip
-    """Return batch, head, first query, first key block and number of key blocks of this program's n-th tile.
-
-    All tiles of one section come before those of the next section. Under a causal mask tiles differ in length. Within
-    a section the longest tiles come first, dealt back and forth over the programs, which balances their work.
-    """
-    batches, heads, seq_q, seq_k, section = shape
+    """Return the place of this program's n-th tile. The tiles are dealt back and forth over the programs."""
     programs, program = gl.num_programs(0), gl.program_id(0)
     t = n * programs + gl.where(n % 2 == 0, program, programs - 1 - program)
+    return tile_of(t, shape, band, M, N, CAUSAL, WINDOW, DOCUMENTS)
+
+
+@gluon.jit
+def tile_of(
+    t, shape, band, M: gl.constexpr, N: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+    DOCUMENTS: gl.constexpr,
+):  # fmt: skip
+    """Return the place of tile number t.
+
+    All tiles of one section come before those of the next section. Under a causal mask tiles differ in length. Within
+    a section the longest tiles come first, which balances the work of the programs.
+    """
+    batches, heads, seq_q, seq_k, section = shape
     rows = gl.cdiv(seq_q, M)
     first = t // (section * rows) * section
     t -= first * rows
@@ -62,9 +72,47 @@ def tile_at(
 
 
 @gluon.jit
+def draw_tile(counter):
+    """Return the number of a tile that no program has yet, or a number after the last tile.
+
+    Documents make tiles unequal, in a way that only the GPU knows. So each program starts with the tile of its own
+    number, and draws the others from a counter in global memory that starts at zero.
+    """
+    return gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
+
+
+@gluon.jit
+def allocate_places(SLOTS: gl.constexpr):
+    """Allocate slots in shared memory for the places of tiles: five numbers each, as tile_of returns them."""
+    return gl.allocate_shared_memory(gl.int32, [SLOTS * 5, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def publish(places, slot, place):
+    """Write a place to a slot. The caller is one warp, and signals a barrier afterwards."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    for i in gl.static_range(5):
+        places.index(slot * 5 + i).store(gl.full([1], place[i], gl.int32, LAYOUT))
+
+
+@gluon.jit
+def published(places, slot):
+    """Return the place in a slot. The caller is one warpgroup, which has waited for the barrier."""
+    first = slot * 5
+    batch, head, i = _number(places, first), _number(places, first + 1), _number(places, first + 2)
+    return batch, head, i, _number(places, first + 3), _number(places, first + 4)
+
+
+@gluon.jit
+def _number(places, index):
+    """Return one number in shared memory. (Gluon loads tensors only.)"""
+    return gl.sum(places.index(index).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
 def keys_at(o_i, batch, shape, band, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, DOCUMENTS: gl.constexpr):
     """Return first and end of the keys that the queries o_i see; see head_rows.keys_of."""
-    documents, window = band
+    documents, window, _counter = band
     _batches, _heads, seq_q, seq_k, _section = shape
     return keys_of(o_i, documents, batch, seq_k - seq_q, seq_q, seq_k, window, CAUSAL, WINDOW, DOCUMENTS)
 
