@@ -73,7 +73,7 @@ CANDIDATES = {
 }
 # The fields of HopperForwardConfig and HopperBackwardConfig
 HOPPER_CANDIDATES = {
-    "forward": [(64, 3, 2), (64, 4, 2), (64, 5, 2), (128, 2, 2), (128, 3, 2), (128, 4, 2), (128, 3, 3)],
+    "forward": [(64, 3, 2), (64, 4, 2), (64, 5, 2), (64, 6, 2), (128, 2, 2), (128, 3, 2), (128, 4, 2), (128, 3, 3)],
     "backward": [
         *itertools.product((64,), (64,), (4,), (2, 3), (2,), (True,)),
         *itertools.product((64,), (128,), (8,), (2,), (1,), (True, False)),

@@ -24,7 +24,7 @@ import torch
 import triton
 
 TABLE = Path(__file__).with_name("tiles.json")
-LENGTHS = 1024, 4096  # limits of the sequence length in the table; rows for longer sequences have no limit
+LENGTHS = 512, 1024, 4096  # limits of the sequence length in the table; rows for longer sequences have no limit
 
 
 class TileConfig(NamedTuple):
