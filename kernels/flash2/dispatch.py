@@ -38,7 +38,7 @@ def uses_hopper_kernels(pass_: str, arch: str, head_dim: int, dtype: torch.dtype
         return False
     if arch != "sm_90" or triton_version() < (3, 6) or dtype.itemsize != 2:
         return False
-    return hopper_config_for(pass_, head_dim, _mask_of(options), seq_k) is not None
+    return hopper_config_for(pass_, head_dim, _mask_of(options), _length_of(seq_k, options)) is not None
 
 
 def _mask_of(options: Options) -> str:
@@ -46,6 +46,11 @@ def _mask_of(options: Options) -> str:
     if options.documents is not None:
         return "documents"
     return "window" if options.window else mask_of(options.causal, options.dropout_p > 0)
+
+
+def _length_of(seq_k: int, options: Options) -> int:
+    """Return the length that chooses a row of the table: the number of keys that a query can see."""
+    return options.window or seq_k
 
 
 def explain(
@@ -81,9 +86,10 @@ def _choose(
     if given is not None:
         return given
     arch = arch_of(device)
+    length = _length_of(seq_k, options)
     if tma and uses_hopper_kernels(pass_, arch, head_dim, dtype, seq_k, options):
-        return hopper_config_for(pass_, head_dim, _mask_of(options), seq_k)
-    return plain_tiles_for(arch, head_dim, dtype, options.causal, seq_k, options.dropout_p > 0)
+        return hopper_config_for(pass_, head_dim, _mask_of(options), length)
+    return plain_tiles_for(arch, head_dim, dtype, options.causal, length, options.dropout_p > 0)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, *options, tiles: Settings | None = None) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,7 @@
 """Tile sizes, warps and stages of flash2's kernels: the table tiles.json and the rules that read it.
 
-`python -m bench.tune` writes the rows of "plain" and "hopper". max_seq_len is their longest sequence (null: no limit).
+`python -m bench.tune` writes the rows of "plain" and "hopper". max_seq_len is their longest sequence, or their longest
+window (null: no limit).
 
 - plain: tuned tiles of the plain Triton kernels, by architecture ("sm_90" is Hopper), head size padded to a power of
   two, mask ("causal", "full", "dropout") and max_seq_len.

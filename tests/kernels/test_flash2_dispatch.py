@@ -28,7 +28,8 @@ def new_triton(monkeypatch):
         ("gfx942", 128, BF16, WHOLE, False),
         ("sm_90", 72, BF16, WHOLE, False),
         ("sm_90", 64, torch.float32, WHOLE, False),
-        ("sm_90", 64, BF16, WHOLE._replace(window=8), False),
+        ("sm_90", 80, BF16, WHOLE._replace(window=8), True),
+        ("sm_90", 80, BF16, DROPOUT._replace(window=8), False),
         ("sm_90", 80, BF16, WHOLE._replace(documents=torch.zeros(1, 2, 4)), True),
         ("sm_90", 80, BF16, DROPOUT._replace(documents=torch.zeros(1, 2, 4)), False),
         ("sm_90", 80, BF16, WHOLE._replace(blocks=torch.zeros(1)), False),
@@ -72,6 +73,14 @@ def test_a_length_without_settings_gets_the_plain_kernels(monkeypatch):
     chosen = [dispatch.uses_hopper_kernels("forward", "sm_90", 64, BF16, seq_k, Options()) for seq_k in (4096, 4097)]
     tiles.hopper_config_for.cache_clear()
     assert chosen == [False, True]
+
+
+@pytest.mark.parametrize("window", [512, 513])
+def test_a_window_chooses_the_settings_by_its_own_length(window):
+    """A query sees no more keys in a longer sequence. With heads of 64, only long windows leave plain Triton."""
+    options = WHOLE._replace(window=window)
+    for seq_k in (2000, 100_000):
+        assert dispatch.uses_hopper_kernels("forward", "sm_90", 64, BF16, seq_k, options) is (window > 512)
 
 
 def test_an_older_triton_gets_the_plain_kernels(monkeypatch):
