@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kernels.flash1.launch import tiles_for as flash1_tiles
 from kernels.flash2.block_lists import BLOCK, listed
-from kernels.flash2.tiles import PlainTiles, TileConfig, hopper_config_for, mask_of, plain_tiles_for
+from kernels.flash2.tiles import HopperConfig, PlainTiles, TileConfig, hopper_config_for, mask_of, plain_tiles_for
 from model.attention import VARIANTS, build_attention
 
 SPARSE = "block_sparse", "local"
@@ -71,16 +71,33 @@ def flash1_traffic(n: int, d: int, keys: int, backward_keys: int) -> Bytes:
     return {"forward": forward, "backward": backward}
 
 
-def flash2_traffic(n: int, d: int, arch: str, causal: bool) -> Bytes:
-    """Count kernels/flash2 at its tiles, with Hopper's kernels if they apply. A causal mask skips invisible tiles.
+def keys_seen(variant: str, n: int) -> int:
+    """Return the largest number of keys that a query of flash2 or local sees: its window chooses local's kernels."""
+    return min(VARIANTS[variant]().window, n) if variant == "local" else n
+
+
+def hopper_settings(variant: str, pass_: str, n: int, d: int, arch: str, causal: bool) -> HopperConfig | None:
+    """Return the settings of the Hopper kernel for a pass of flash2 or local, or None if plain kernels compute it."""
+    mask = "window" if variant == "local" else mask_of(causal, False)
+    return hopper_config_for(pass_, d, mask, keys_seen(variant, n)) if arch == "sm_90" else None
+
+
+def is_fused(variant: str, n: int, d: int, arch: str, causal: bool) -> bool:
+    """Return whether one kernel computes all gradients of flash2 or local."""
+    settings = hopper_settings(variant, "backward", n, d, arch, causal) if variant in ("flash2", "local") else None
+    return settings is not None and settings.fused
+
+
+def flash2_traffic(variant: str, n: int, d: int, arch: str, causal: bool) -> Bytes:
+    """Count flash2 or local at its tiles, with Hopper's kernels if they apply. A mask skips invisible tiles.
 
     Hopper's backward kernel adds dQ up in fp32: it zeroes dQ, reads and writes dQ for each tile of keys, and reads and
     rounds dQ at the end.
     """
     row, stats = 2 * n * d, 4 * n
-    share = partial(share_of, "flash2", n) if causal else lambda m, n: 1.0
-    tiles = plain_tiles_for(arch, d, torch.bfloat16, causal, n)
-    forward, fused = (hopper_config_for(x, d, mask_of(causal, False), n) if arch == "sm_90" else None for x in PASSES)
+    share = partial(share_of, variant, n) if causal else lambda m, n: 1.0
+    tiles = plain_tiles_for(arch, d, torch.bfloat16, causal, keys_seen(variant, n))
+    forward, fused = (hopper_settings(variant, pass_, n, d, arch, causal) for pass_ in PASSES)
     if forward:
         tiles = tiles._replace(forward=TileConfig(forward.queries, forward.keys, 4 * forward.consumers, forward.stages))
     plain = plain_traffic(n, d, tiles, share)
@@ -144,20 +161,18 @@ def share_of(variant: str, n: int, tile_m: int, tile_n: int) -> float:
     return tiles.mean().item()
 
 
-def sparse_traffic(variant: str, n: int, d: int, arch: str) -> Bytes:
-    """Count block_sparse and local, which run the plain kernels on every GPU.
+def block_sparse_traffic(n: int, d: int, arch: str) -> Bytes:
+    """Count block_sparse, which runs the plain kernels on every GPU.
 
     A list of blocks of keys can be split into several rows. Each row reads K and V and writes dK and dV in fp32, which
     are read again.
     """
     tiles = plain_tiles_for(arch, d, torch.bfloat16, True, n)
-    moved = plain_traffic(n, d, tiles, partial(share_of, variant, n))
-    if variant == "block_sparse":
-        pattern = build_attention(VARIANTS[variant]()).blocks(n)
-        of_keys = listed(pattern, causal=True, documents=False, ragged=n % BLOCK != 0).lists[len(pattern) :]
-        pieces, more = int((of_keys[:, 1] != 1).sum()), len(of_keys) - len(pattern)
-        moved["backward"] += (pieces * 16 + more * 4) * BLOCK * d
-    return moved
+    moved = plain_traffic(n, d, tiles, partial(share_of, "block_sparse", n))
+    pattern = build_attention(VARIANTS["block_sparse"]()).blocks(n)
+    of_keys = listed(pattern, causal=True, documents=False, ragged=n % BLOCK != 0).lists[len(pattern) :]
+    pieces, more = int((of_keys[:, 1] != 1).sum()), len(of_keys) - len(pattern)
+    return moved | {"backward": moved["backward"] + (pieces * 16 + more * 4) * BLOCK * d}
 
 
 def products(variant: str, pass_: str, fused: bool) -> int:
@@ -168,18 +183,19 @@ def products(variant: str, pass_: str, fused: bool) -> int:
     """
     if pass_ == "forward":
         return 2
-    backward = {"naive": 4, "fused_softmax": 4, "flash1": 5, "sdpa_flash": 5, "flash2": 5 if fused else 7}
-    return 7 if variant in SPARSE else backward[variant]
+    if variant in ("flash2", "local", "block_sparse"):
+        return 5 if fused else 7
+    return {"naive": 4, "fused_softmax": 4, "flash1": 5, "sdpa_flash": 5}[variant]
 
 
 def kernel_traffic(variant: str, causal: bool, n: int, d: int, arch: str) -> Bytes | None:
     """Return the loads and stores of one of our attentions, or None for one of torch's."""
-    if variant in SPARSE:
-        return sparse_traffic(variant, n, d, arch)
     counts = {
         "naive": lambda: naive_traffic(n, d),
         "fused_softmax": lambda: standard(n, d),
         "flash1": lambda: flash1_traffic(n, d, *(tile.keys for tile in flash1_tiles(arch, d, torch.bfloat16))),
-        "flash2": lambda: flash2_traffic(n, d, arch, causal),
+        "flash2": lambda: flash2_traffic("flash2", n, d, arch, causal),
+        "local": lambda: flash2_traffic("local", n, d, arch, causal),
+        "block_sparse": lambda: block_sparse_traffic(n, d, arch),
     }
     return counts[variant]() if variant in counts else None

@@ -17,13 +17,23 @@ from bench.common.drawing import WIDTH, styled
 from bench.common.formatting import rounded, table, value_text
 from bench.common.timing import Gpu
 from bench.paper.attentions import attention_named
-from bench.paper.byte_counts import PASSES, SPARSE, flash, kernel_traffic, products, seen_by, share_of, standard
+from bench.paper.byte_counts import (
+    PASSES,
+    SPARSE,
+    flash,
+    is_fused,
+    kernel_traffic,
+    products,
+    seen_by,
+    share_of,
+    standard,
+)
 from bench.paper.hbm_counters import counted, hbm_bytes
 from bench.paper.settings import PaperSettings
 from bench.paper.tables.tile_sizes import measure_tile
 from kernels.common.launching import arch_of
 from kernels.flash2.block_lists import BLOCK
-from kernels.flash2.tiles import TileConfig, hopper_config_for, mask_of
+from kernels.flash2.tiles import TileConfig
 
 TITLE = "Bytes to and from HBM"
 DENSE = "naive", "fused_softmax", "flash1", "sdpa_flash", "flash2"
@@ -69,8 +79,6 @@ def measure_attentions(sizes: dict, gpu: Gpu, settings: PaperSettings) -> Iterat
     for shape, names in ((full, DENSE), *((causal, (name,)) for name in CAUSAL)):
         attentions = {name: attention_named(name) for name in names}
         seen = seen_by(names[0], n) if names[0] in SPARSE else None
-        hopper = hopper_config_for("backward", HEAD_DIM, mask_of(shape.causal, False), n) if arch == "sm_90" else None
-        fused = hopper is not None and hopper.fused
         for row in measure_shape(shape, attentions, gpu, ROUNDS[settings.size], seen):
             variant, masked, pass_ = row["variant"], row["causal"], row["pass"]
             if pass_ not in PASSES:
@@ -79,6 +87,7 @@ def measure_attentions(sizes: dict, gpu: Gpu, settings: PaperSettings) -> Iterat
             paper = standard(n, HEAD_DIM) if variant in ("naive", "fused_softmax") else flash(n, HEAD_DIM, m, share)
             ours = kernel_traffic(variant, masked, n, HEAD_DIM, arch)
             counts = {"paper_bytes": heads * paper[pass_], "counted_bytes": heads * ours[pass_] if ours else None}
+            fused = is_fused(variant, n, HEAD_DIM, arch, masked)
             counts["gflops"] = heads * share * products(variant, pass_, fused) * 2 * n * n * HEAD_DIM / 1e9
             row["tflops"] = None if variant in SPARSE else row["tflops"]  # it counts all pairs
             read, written = by_gpu.get((variant, masked, pass_), (None, None))

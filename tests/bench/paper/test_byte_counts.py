@@ -40,7 +40,10 @@ def test_flash2_moves_keys_for_each_tile_of_queries(monkeypatch):
     and dV 128; four tiles of queries read K and V, and all Q, dO, dQ and both statistics 160."""
     monkeypatch.setattr(byte_counts, "plain_tiles_for", lambda *kind: TILES)
     forward, backward = 2 * 64 + 64 + 32, (64 + 32) + (2 * 128 + 128) + (4 * 64 + 160)
-    assert byte_counts.flash2_traffic(8, 2, "sm_80", causal=False) == {"forward": forward, "backward": backward}
+    assert byte_counts.flash2_traffic("flash2", 8, 2, "sm_80", causal=False) == {
+        "forward": forward,
+        "backward": backward,
+    }
 
 
 def test_flash2_on_hopper_adds_up_dq_for_each_tile_of_keys(monkeypatch):
@@ -49,7 +52,9 @@ def test_flash2_on_hopper_adds_up_dq_for_each_tile_of_keys(monkeypatch):
     settings = {"forward": None, "backward": SimpleNamespace(queries=2, keys=4)}
     monkeypatch.setattr(byte_counts, "hopper_config_for", lambda pass_, *kind: settings[pass_])
     before = 64 + 32 + 64 + 64
-    full, causal = (byte_counts.flash2_traffic(8, 2, "sm_90", causal=causal)["backward"] for causal in (False, True))
+    full, causal = (
+        byte_counts.flash2_traffic("flash2", 8, 2, "sm_90", causal=causal)["backward"] for causal in (False, True)
+    )
     assert full == before + 128 + 2 * (64 + 64 + 128) + 96
     assert causal == before + 128 + 6 / 8 * 2 * (64 + 64 + 128) + 96, "two of four tiles of queries see no key above 3"
 
@@ -60,7 +65,7 @@ def test_flash2_on_hopper_moves_keys_for_each_of_its_own_tiles_of_queries(monkey
     settings = {"forward": SimpleNamespace(keys=4, stages=2, consumers=2, queries=4), "backward": None}
     monkeypatch.setattr(byte_counts, "hopper_config_for", lambda pass_, *kind: settings[pass_])
     monkeypatch.setattr(byte_counts, "plain_tiles_for", lambda *kind: PlainTiles(*[TileConfig(1, 1, 4, 1)] * 3))
-    assert byte_counts.flash2_traffic(8, 2, "sm_90", causal=True)["forward"] == 3 / 4 * 2 * 64 + 64 + 32
+    assert byte_counts.flash2_traffic("flash2", 8, 2, "sm_90", causal=True)["forward"] == 3 / 4 * 2 * 64 + 64 + 32
 
 
 def test_invisible_tiles_are_not_counted(monkeypatch):
@@ -72,7 +77,7 @@ def test_invisible_tiles_are_not_counted(monkeypatch):
     byte_counts.seen_by.cache_clear()
     forward = 3 / 4 * 2 * 64 + 64 + 32
     backward = (64 + 32) + (5 / 8 * 2 * 128 + 128) + (4 * 64 + 160)
-    assert byte_counts.sparse_traffic("local", 8, 2, "sm_90") == {"forward": forward, "backward": backward}
+    assert byte_counts.flash2_traffic("local", 8, 2, "sm_90", causal=True) == {"forward": forward, "backward": backward}
     assert byte_counts.flash(8, 2, 64, 3 / 4) == {"forward": 2 * (32 + 2 * 60), "backward": 2 * (64 + 2 * 72)}
     byte_counts.seen_by.cache_clear()
 
@@ -87,7 +92,7 @@ def test_the_pieces_of_a_long_list_are_counted():
     adds 16 bytes, and the second row adds 4 bytes to read K and V again."""
     tiles = plain_tiles_for("sm_90", 2, torch.bfloat16, True, 4096)
     whole = byte_counts.plain_traffic(4096, 2, tiles, partial(byte_counts.share_of, "block_sparse", 4096))
-    moved = byte_counts.sparse_traffic("block_sparse", 4096, 2, "sm_90")
+    moved = byte_counts.block_sparse_traffic(4096, 2, "sm_90")
     assert moved["forward"] == whole["forward"] and moved["backward"] == whole["backward"] + (2 * 16 + 4) * 256
 
 
@@ -110,8 +115,18 @@ def test_four_warps_load_a_tile_together_with_wgmma():
 
 def test_the_products_of_a_backward_pass():
     names = "naive", "flash1", "flash2", "local"
-    assert [byte_counts.products(name, "backward", fused=True) for name in names] == [4, 5, 5, 7]
-    assert byte_counts.products("flash2", "backward", fused=False) == 7
+    assert [byte_counts.products(name, "backward", fused=True) for name in names] == [4, 5, 5, 5]
+    names = "flash2", "local", "block_sparse"
+    assert [byte_counts.products(name, "backward", fused=False) for name in names] == [7, 7, 7]
+
+
+def test_a_window_is_counted_with_the_kernels_that_its_length_chooses(monkeypatch):
+    """Once local was counted with the plain kernels, after Hopper's had taken over."""
+    asked = []
+    monkeypatch.setattr(byte_counts, "VARIANTS", {"local": partial(VARIANTS["local"], window=2)})
+    monkeypatch.setattr(byte_counts, "hopper_config_for", lambda *kind: asked.append(kind))
+    assert not byte_counts.is_fused("local", 4096, 64, "sm_90", causal=True)
+    assert asked == [("backward", 64, "window", 2)]
 
 
 def test_the_law_counts_the_keys_and_values_of_every_tile_of_queries():
