@@ -86,8 +86,8 @@ SPILLS = {"forward hopper": 160, "backward hopper": 40}  # outside of inner loop
 GAIN = 1.03  # the least speed over the plain kernels that makes the Hopper kernels worthwhile
 MASKS = "causal", "full", "dropout"
 HOPPER_MASKS = *MASKS, "window", "documents"
-DOCUMENT = 1000  # tokens; the ends of the sequences cut documents
-CHECKED_WINDOW = 65  # tokens
+CHECKED = 65  # tokens of a window and of a document, when results are checked
+DOCUMENT = 1000  # tokens, when kernels are timed; the ends of the sequences cut documents
 Job = tuple[str, int, str, tuple]  # kernel, head_dim, mask, tile
 Candidates = dict[tuple | None, dispatch.Settings]  # by tile; None stands for the plain kernels beside Hopper's
 
@@ -97,7 +97,7 @@ def inputs(batch: int, seq_len: int, heads: int, head_dim: int) -> list[torch.Te
     return list(torch.randn(4, batch, seq_len, heads, head_dim, device="cuda", dtype=torch.bfloat16).unbind())
 
 
-def options_of(mask: str, q: torch.Tensor, window: int = CHECKED_WINDOW) -> Options:
+def options_of(mask: str, q: torch.Tensor, window: int = CHECKED, document: int = CHECKED) -> Options:
     """Return the options of the kernels for one of HOPPER_MASKS. All except "full" are tuned with a causal mask."""
     batch, seq_len, heads, head_dim = q.shape
     options = Options(causal=mask != "full", scale=head_dim**-0.5)
@@ -106,7 +106,7 @@ def options_of(mask: str, q: torch.Tensor, window: int = CHECKED_WINDOW) -> Opti
     if mask == "window":
         return options._replace(window=window)
     if mask == "documents":
-        cuts = torch.arange(0, batch * seq_len + DOCUMENT, DOCUMENT, dtype=torch.int32, device=q.device)
+        cuts = torch.arange(0, batch * seq_len + document, document, dtype=torch.int32, device=q.device)
         return options._replace(documents=document_bounds(cuts.clamp(max=batch * seq_len), batch, seq_len))
     return options
 
@@ -157,7 +157,7 @@ def times_of(kernel: str, head_dim: int, mask: str, seq_len: int, candidates: Ca
     """
     length, window = (TOKENS, min(seq_len, TOKENS // 2)) if mask == "window" else (seq_len, 0)
     data = inputs(TOKENS // length, length, HIDDEN // head_dim, head_dim)
-    call = call_of(kernel, *data, options_of(mask, data[0], window))
+    call = call_of(kernel, *data, options_of(mask, data[0], window, DOCUMENT))
     return {t: median_milliseconds([partial(call, tiles=c)], Gpu(), rounds=7)[0] for t, c in candidates.items()}
 
 
