@@ -25,7 +25,7 @@ import torch
 import triton
 
 TABLE = Path(__file__).with_name("tiles.json")
-LENGTHS = 512, 1024, 4096  # limits of the sequence length in the table; rows for longer sequences have no limit
+LENGTHS = 512, 1024, 4096  # limits of sequences and windows in the table; rows for longer ones have no limit
 
 
 class TileConfig(NamedTuple):
@@ -114,7 +114,7 @@ def split_head_dim(head_dim: int) -> tuple[int, int]:
 
 
 def max_seq_len(seq_len: int) -> int | None:
-    """Return the limit of the table's rows for a sequence length, or None for a row without a limit."""
+    """Return the limit of the table's rows for the length of a sequence or window, or None for no limit."""
     return next((longest for longest in LENGTHS if seq_len <= longest), None)
 
 

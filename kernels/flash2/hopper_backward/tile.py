@@ -152,7 +152,7 @@ def whole_tile(
     if LATE:
         dv, dv_1 = add_product(p16, do0, do1, dv, dv_1, D1, WARPS)
     if FUSED:
-        fence_async_shared()  # waits for the stores, so the product comes first
+        fence_async_shared()  # waits for the stores of dS; the tensor cores work meanwhile
     return ds16, dv, dv_1
 
 
@@ -230,5 +230,5 @@ def both_halves(
     ds16 = (p_t * (dp_t - _statistic(stats, 1, 1, SL, IN_PRODUCTS))).to(dtype)
     ds_s.slice(M, M, 1).store(ds16)
     dv, dv_1 = add_product(p16, half_of(do0, 1), half_of(do1, 1), dv, dv_1, D1, WARPS)
-    fence_async_shared()  # for both halves of dS^T; waits for the stores, so the product comes first
+    fence_async_shared()  # for both halves of dS^T; waits for their stores; the tensor cores work meanwhile
     return ds16, dk, dk_1, dv, dv_1

@@ -2,7 +2,7 @@
 
 Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision" (2024), Algorithms 1 and
 2. kernels/hopper/__init__.py explains Gluon. One program stays on each multiprocessor and walks over tiles of queries.
-With documents, host.py may start a program for each tile instead. A program has these warps:
+With documents, a program draws its tiles from a counter. A program has these warps:
 
 - The producer warp copies Q, K and V into rings in shared memory by TMA.
 - Each of two or three consumer warpgroups owns 64 rows of a tile. It issues S = Q K^T of one block of keys before P V
@@ -13,7 +13,8 @@ With heads of 64, a consumer computes the maxima under its own P V, and the expo
 other consumers. Three consumers have too few registers for a second P. With larger heads, each consumer runs the whole
 softmax under its own P V.
 
-schedule.py assigns tiles to programs, tile.py computes parts of one tile, kernel.py is the kernel, host.py launches it.
+schedule.py assigns tiles to programs, producer.py loads them, tile.py computes parts of one tile, kernel.py is the
+kernel, host.py launches it.
 
 Legend: T queries, S keys; M rows of a query tile, 64 per consumer; N keys of a block; D0 + D1 head size in two parts
 (80 = 64 + 16; D1 = 0 for 64 and 128), so that no product is padded. Each part has its own TMA descriptor and product.

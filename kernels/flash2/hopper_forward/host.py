@@ -52,7 +52,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, config: HopperFor
     if options.documents is not None:
         counter = torch.zeros(1, dtype=torch.int32, device=q.device)
     if options.window or options.documents is not None:
-        section = MOST_TOGETHER  # their tiles read few keys of a head
+        section = MOST_TOGETHER  # a tile of a window or a document reads only part of a head's keys
     elif options.causal:
         section = section_size((batch * heads, seq_q, seq_k), bytes_of_head, programs, config)
     else:

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from kernels.common.head_rows import LOG2_E
 from kernels.flash2.hopper_forward.producer import producer
-from kernels.flash2.hopper_forward.schedule import allocate_places, count_tiles, published, tile_at
+from kernels.flash2.hopper_forward.schedule import allocate_places, count_tiles, read_place, tile_at
 from kernels.flash2.hopper_forward.tile import (
     ROWS,
     as_operand,
@@ -146,11 +146,11 @@ def _compute_tile(
     N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, DOCUMENTS: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
-    """Compute the blocks of the n-th tile after block 0, begin the next tile, and store this tile.
+    """Finish the n-th tile, whose block 0 is computed, and compute block 0 of the next tile.
 
-    For each tile, walk over the key blocks. Then issue S of the next tile's block 0 together with this tile's last P V,
-    run the next tile's softmax under both, and store this tile. Return the state of the next tile, and whether there is
-    a next tile. Without documents, `count` is the number of tiles.
+    Walk over the other key blocks. Then issue S of the next tile's block 0 together with this tile's last P V, run the
+    next tile's softmax under both, and store this tile. Return the state of the next tile, and whether there is a next
+    tile. Without documents, `count` is the number of tiles.
     """
     rings, writes, shape, band, dropout = parts
     q_slots, k_slots, v_slots, q_full, q_empty, full, empty, places = rings
@@ -167,7 +167,7 @@ def _compute_tile(
     LAYOUT: gl.constexpr = gl.SliceLayout(1, accumulator_layout(N))
 
     # Blocks 1 to own of this tile
-    if not DOCUMENTS:
+    if not DOCUMENTS:  # compute again, because the numbers need no memory and would take registers from tile to tile
         counts = count_blocks(i, batch, shape, band, begin, blocks, N, CAUSAL, WINDOW, DOCUMENTS)
     own = counts[2]
     q_slot = n % 2 * CONSUMERS + C
@@ -180,11 +180,10 @@ def _compute_tile(
     v_slot = (it + own) % STAGES
     q_slot = (n + 1) % 2 * CONSUMERS + C
     if DOCUMENTS:
-        # The producer publishes the next tile together with Q, or that there is none. Skip first: the producer may wait
-        # for the slots of this tile's last blocks.
+        # The producer publishes the next tile's place together with its Q, or that there is no next tile.
         _skip(it, own, blocks, full, empty, STAGES, EACH)
         mbarrier.wait(q_full.index(q_slot), (n + 1) // 2 & 1)
-        place = published(places, q_slot)
+        place = read_place(places, q_slot)
         more = place[0] >= 0
     else:
         more = n + 1 < count
@@ -271,7 +270,7 @@ def _consumer(
     it = 0
     mbarrier.wait(q_full.index(C), 0)
     if DOCUMENTS:
-        place = published(places, C)
+        place = read_place(places, C)
     else:
         place = tile_at(0, shape, band, M, N, CAUSAL, WINDOW, DOCUMENTS)
     batch, head, i, begin, blocks = place

@@ -75,7 +75,7 @@ def producer(
     if DOCUMENTS:
         n, t = 0, gl.program_id(0)
         place = tile_of(t, shape, band, M, N, CAUSAL, WINDOW, DOCUMENTS)
-        following = draw_tile(band[2])  # one tile ahead, because the counter and the documents are in global memory
+        following = draw_tile(band[2])  # one tile ahead, because the counter is in global memory
         while t < tiles:
             it, v_place = _load_tile(n, it, v_place, place, rings, reads, N, STAGES, CONSUMERS, D0, D1, DOCUMENTS)
             t = following

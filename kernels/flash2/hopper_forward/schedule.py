@@ -96,7 +96,7 @@ def publish(places, slot, place):
 
 
 @gluon.jit
-def published(places, slot):
+def read_place(places, slot):
     """Return the place in a slot. The caller is one warpgroup, which has waited for the barrier."""
     first = slot * 5
     batch, head, i = _number(places, first), _number(places, first + 1), _number(places, first + 2)
