@@ -83,6 +83,19 @@ def test_a_window_chooses_the_settings_by_its_own_length(window):
         assert dispatch.uses_hopper_kernels("forward", "sm_90", 64, BF16, seq_k, options) is (window > 512)
 
 
+@pytest.mark.parametrize(("pass_", "head_dim"), [("forward", 64), ("forward", 80), ("backward", 96)])
+@pytest.mark.parametrize("window", [300, 1024, 4097])
+def test_a_window_in_a_long_sequence_gets_the_tiles_of_a_sequence_of_its_length(pass_, head_dim, window, monkeypatch):
+    """The plain tiles too: heads of 64 have other ones above 4,096 tokens."""
+    monkeypatch.setattr(dispatch, "arch_of", lambda device: "sm_90")
+    kind = pass_, None, torch.device("cpu"), BF16, head_dim
+    for tma in (False, True):
+        found = [dispatch._choose(*kind, seq_k, WHOLE._replace(window=window), tma) for seq_k in (100_000, window)]
+        assert found[0] == found[1]
+    plain = tiles.plain_tiles_for("sm_90", head_dim, BF16, True, window)
+    assert dispatch._choose(*kind, 100_000, WHOLE._replace(window=window), False) == plain
+
+
 def test_an_older_triton_gets_the_plain_kernels(monkeypatch):
     monkeypatch.setattr(dispatch, "triton_version", lambda: (3, 5))
     assert not dispatch.uses_hopper_kernels("backward", "sm_90", 64, BF16, 1024, WHOLE)

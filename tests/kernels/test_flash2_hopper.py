@@ -1,6 +1,7 @@
 """The warp-specialised kernels of Hopper. Most of these tests need such a GPU."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -82,18 +83,20 @@ def test_every_setting_of_hopper_is_attention(pass_, head_dim, mask, config, dty
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
 @pytest.mark.parametrize("causal", [False, True])
-def test_the_programs_draw_each_tile_of_documents(head_dim, causal):
+def test_the_programs_draw_each_tile_of_documents(head_dim, causal, monkeypatch):
     """There are many more tiles than programs. Rows of a tile that no program draws would keep the NaN."""
     case = Case(3, seq_q=2000, seq_k=2000, heads=24, kv_heads=12, head_dim=head_dim, causal=causal, dtype=BF16)
     q, k, v, _ = draw(case, "cuda")
     cuts = torch.tensor([0, 1999, 2000, 2100, 2100, 5000, 6000], dtype=torch.int32, device="cuda")
     options = Options(documents=document_bounds(cuts, 3, 2000), causal=causal, scale=head_dim**-0.5)
-    plain_out, plain_logsumexp = dispatch.forward(
-        q, k, v, *options, tiles=plain_tiles_for("sm_80", head_dim, BF16, causal, 2000)
-    )
-    for config in (HopperForwardConfig(64, 4, 2), HopperForwardConfig(128, 2, 2)):
-        torch.full((3 * q.numel(),), math.nan, device="cuda")  # in the memory that the outputs get
-        out, logsumexp = dispatch.forward(q, k, v, *options, tiles=config)
+    plain = plain_tiles_for("sm_80", head_dim, BF16, causal, 2000)
+    plain_out, plain_logsumexp = dispatch.forward(q, k, v, *options, tiles=plain)
+    found = {config for pass_, *key, config in hopper_configs() if (pass_, *key) == ("forward", head_dim, "documents")}
+    for config in found:
+        with monkeypatch.context() as patched:
+            patched.setattr(torch, "empty", lambda sizes, **kind: torch.full(sizes, math.nan, **kind))
+            patched.setattr(torch, "empty_like", lambda x, **kind: torch.full_like(x, math.nan, **kind))
+            out, logsumexp = dispatch.forward(q, k, v, *options, tiles=config)
         torch.testing.assert_close(logsumexp, plain_logsumexp, atol=1e-3, rtol=0)
         assert ((out - plain_out).norm(dim=-1) <= 5e-2 * plain_out.norm(dim=-1)).all()
 
@@ -162,10 +165,10 @@ def test_a_statistic_is_the_sum_of_its_parts():
 def test_programs_that_walk_over_many_tiles_end(head_dim, causal):
     """Every length of the table has more tiles than multiprocessors; consumers own unequal numbers of blocks."""
     for seq_q, batch in ((512, 40), (2048, 10), (6000, 20)):
-        for more in (0, 64, -64, 1):
+        for more, window in ((0, 0), (64, 0), (-64, 0), (1, 0), *(((0, 300), (64, 1200)) if causal else ())):
             case = Case(batch, seq_q, seq_q + more, heads=2, kv_heads=2, head_dim=head_dim, causal=causal, dtype=BF16)
             q, k, v, _ = draw(case, "cuda")
-            options = Options(causal=causal, scale=head_dim**-0.5)
+            options = Options(causal=causal, window=window if window < seq_q else 0, scale=head_dim**-0.5)
             out, logsumexp = dispatch.forward(q, k, v, *options)
             plain = plain_tiles_for("sm_80", head_dim, BF16, causal, 16384)  # the plain kernels
             plain_out, plain_logsumexp = dispatch.forward(q, k, v, *options, tiles=plain)
@@ -174,6 +177,35 @@ def test_programs_that_walk_over_many_tiles_end(head_dim, causal):
             last = slice(-1, None), slice(-70, None)  # aligned at the bottom right, for any mask
             expected, _ = definition.forward(q[last].double(), k[-1:].double(), v[-1:].double(), *options)
             assert (out[last].double() - expected).norm() < 1e-2 * expected.norm()
+
+
+@pytest.mark.skipif(triton_version() < (3, 6), reason="needs Triton 3.6 or later")
+@pytest.mark.parametrize(
+    ("options", "section", "counts"),
+    [
+        ({"causal": True, "window": 300}, 64, False),
+        ({"causal": True, "documents": True}, 64, True),
+        ({"documents": True}, 64, True),
+        ({}, 1, False),
+    ],
+)
+def test_only_documents_are_drawn_and_heads_of_short_tiles_are_dealt_out_together(
+    options, section, counts, monkeypatch
+):
+    """A launch with documents gets a counter of its own, which starts at zero."""
+    from kernels.flash2.hopper_forward import host
+
+    launched = []
+    monkeypatch.setattr(host, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(host, "launch_kernel", lambda *arguments, **options: launched.append(arguments))
+    monkeypatch.setattr(torch.cuda, "device_of", lambda x: nullcontext())
+    monkeypatch.setattr(host, "blocks_of", lambda x, *block: block)
+    q = torch.zeros(2, 3000, 12, 64, dtype=BF16)
+    documents = torch.zeros(2, 2, 3000, dtype=torch.int32) if options.pop("documents", False) else None
+    host.forward(q, q, q, Options(documents=documents, **options), HopperForwardConfig(128, 3, 2))
+    [(_, _, programs, tensors, scalars, _)] = launched
+    assert (programs, scalars[5]) == (132, section)
+    assert tensors[-1].tolist() == [0] if counts else tensors[-1] is None
 
 
 @pytest.mark.skipif(triton_version() < (3, 6), reason="needs Triton 3.6 or later")
