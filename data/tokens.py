@@ -49,6 +49,10 @@ def open_tokens(config: DataConfig) -> TokenSet:
         stdlib.build(config)
     folder = Path(config.dir).expanduser()
     meta = read_meta(folder)
+    made = meta["source"].get("name") if meta else None
+    if made not in (None, config.name) and config.name != "tokens":
+        problem = f"does not match {folder / 'meta.json'}, whose tokens were made with data={made}"
+        raise UserError(f"data={config.name} {problem}; set data={made} or another data.dir")
     if meta and meta["tokenizer"] != config.tokenizer:
         problem = f"does not match {folder / 'meta.json'}, whose tokens are {meta['tokenizer']}'s"
         remedy = f"set data.tokenizer={meta['tokenizer']} or another data.dir"

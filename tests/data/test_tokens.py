@@ -158,6 +158,27 @@ def test_another_tokenizer_is_refused(corpus):
         open_tokens(config_of(corpus, tokenizer="gpt2"))
 
 
+@pytest.mark.parametrize("tokenizer", ["byte", "gpt2"])
+def test_the_folder_of_another_corpus_is_refused(corpus, tokenizer):
+    """data=wikitext-2 once trained on the tokens of any corpus that data.dir held."""
+    with pytest.raises(UserError) as refusal:
+        open_tokens(config_of(corpus, name="wikitext-2", tokenizer=tokenizer))
+    problem = f"data=wikitext-2 does not match {corpus}/meta.json, whose tokens were made with data=text"
+    assert str(refusal.value) == f"{problem}; set data=text or another data.dir"
+
+
+@pytest.mark.parametrize(
+    "source", [SETTINGS, {"name": "wikitext-2"}, {}, None], ids=["text", "other", "none", "no meta"]
+)
+def test_data_tokens_and_folders_of_unknown_corpora_are_opened(corpus, source):
+    path = corpus / "meta.json"
+    meta = json.loads(path.read_text()) | {"source": source}
+    path.unlink() if source is None else path.write_text(json.dumps(meta))
+    assert open_tokens(config_of(corpus)).train.size == 8
+    if not source:
+        assert open_tokens(config_of(corpus, name="wikitext-2")).train.size == 8
+
+
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"tokenizer": "byte", "source": {}, "counts": {"train": 3}}'])
 def test_a_foreign_meta_is_refused(corpus, text):
     (corpus / "meta.json").write_text(text)
