@@ -6,12 +6,13 @@ from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import OmegaConf
+from omegaconf import MISSING, OmegaConf
 
 from conf.cli import to_typed
 from conf.schema import Config
+from data.config import DataConfig
 from errors import UserError
-from model.attention import AttentionConfig, CustomConfig, restore_attention
+from model.attention import VARIANTS, AttentionConfig, CustomConfig, restore_attention
 from trainer.checkpoint.files import State
 from trainer.checkpoint.load import of_this_version
 from trainer.config import AUTO
@@ -79,10 +80,19 @@ def _keys_of_choice(group: str, choice: str) -> Iterator[str]:
 
 
 def changed_settings(before: dict, after: dict) -> dict[str, list]:
-    """Return the settings that differ between two runs, [before, after] by key. The places of a run do not count."""
-    before, after = flat(before), flat(after)
-    shared = (key for key in after if key in before or key.startswith("attention."))
-    return {key: [before.get(key), after[key]] for key in shared if before.get(key) != after[key] and key not in PLACES}
+    """Return the settings that differ between two runs, [before, after] by key. The places of a run do not count.
+
+    A setting that `before` lacks, because an older version or another attention wrote it, had its default.
+    """
+    before, after = _defaults(after["attention"]["name"]) | flat(before), flat(after)
+    return {key: [before.get(key), x] for key, x in after.items() if before.get(key) != x and key not in PLACES}
+
+
+def _defaults(attention: str) -> dict[str, object]:
+    """Return the defaults of the settings of a run with this attention, by their dotted keys."""
+    groups = {"attention": OmegaConf.structured(VARIANTS[attention]), "data": OmegaConf.structured(DataConfig)}
+    settings = OmegaConf.to_container(OmegaConf.merge(OmegaConf.structured(Config), groups))
+    return {key: value for key, value in flat(settings).items() if value != MISSING}
 
 
 def flat(settings: dict, prefix: str = "") -> dict[str, object]:

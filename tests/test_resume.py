@@ -92,6 +92,26 @@ def test_a_finished_run_is_not_given_settings_that_it_was_not_trained_with():
     train("run", again, "optimizer.lr=5e-3", "train.max_steps=6").ok()
 
 
+def test_a_setting_that_the_checkpoint_does_not_know_had_its_default():
+    """A finished run of a version before attention.deterministic was refused: null -> false."""
+    train("run").ok()
+    path, again = Path("run/checkpoints/step-00000005.pt"), "checkpoint.resume=auto"
+    older = load(path)
+    for group, key in (("attention", "deterministic"), ("optimizer", "eps"), ("data", "document_mask")):
+        del older["config"][group][key]
+    write_file(path, older)
+    assert "since the checkpoint" not in train("run", again).ok().out
+    for changed, line in (
+        ("attention.deterministic=true", "attention.deterministic false -> true"),
+        ("optimizer.eps=1e-6", "optimizer.eps 1e-08 -> 1e-06"),
+        ("data.document_mask=true", "data.document_mask false -> true"),
+        ("attention=local", "attention.name flash2 -> local"),
+        ("attention=sdpa", "attention.name flash2 -> sdpa"),
+    ):
+        refused = train("run", again, changed)
+        assert refused.code == 2 and f"with other settings ({line}); raise train.max_steps" in refused.err
+
+
 def test_other_evaluations_begin_a_new_best():
     """No later loss was below the best one of a few easy tokens, so best.pt was never written again."""
     often = "train.eval_interval=2", "checkpoint.resume=auto"
