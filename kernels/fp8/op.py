@@ -18,6 +18,7 @@ from kernels.fp8.definition import E4M3, E5M2
 from kernels.gelu.op import check_mlp_shapes
 from kernels.linear.op import apply_to_rows, bias_gradient, check_linear_shapes
 
+DTYPES = torch.bfloat16, torch.float16
 _SCALED = "Tensor scale, Tensor(a!) statistics"
 _library = define(
     "fp8",
@@ -117,14 +118,20 @@ class _GeluMLP(torch.autograd.Function):
         return dx, dweight, sums.to(bias.dtype), dout_weight, dout_bias, dresidual, None, None
 
 
-def _check_sides(name: str, x: Tensor, *weights: Tensor) -> None:
-    """Raise a ValueError if a product has a side that cuBLAS does not take in FP8."""
+def _check_layers(name: str, x: Tensor, *weights: Tensor) -> None:
+    """Raise a ValueError for a dtype or a side of a product that the kernels or cuBLAS do not take in FP8."""
+    if x.dtype not in DTYPES or any(weight.dtype not in (x.dtype, torch.float32) for weight in weights):
+        found = ", ".join(str(weight.dtype) for weight in weights)
+        raise ValueError(
+            f"x is {x.dtype} and the weights are {found}; give {name} x in bfloat16 or float16, and weights in float32 "
+            "or x's dtype"
+        )
     tokens = x.shape[:-1].numel()
-    if tokens % 16 or any(side % 16 for weight in weights for side in weight.shape):
+    if any(not side or side % 16 for side in (tokens, *(side for weight in weights for side in weight.shape))):
         shapes = ", ".join(str(tuple(weight.shape)) for weight in weights)
         raise ValueError(
             f"{tokens} tokens and weights {shapes} do not suit {name}; give numbers of tokens, inputs and outputs that "
-            "are multiples of 16"
+            "are positive multiples of 16"
         )
 
 
@@ -138,10 +145,10 @@ def linear(
     forward pass adds to the first two statistics, and the backward pass to the last.
 
     Raises:
-        ValueError: the shapes do not fit each other, or a number is not a multiple of 16.
+        ValueError: the shapes do not fit each other, a number is not a multiple of 16 or is 0, or another dtype.
     """
     check_linear_shapes("fp8.linear", x, weight, bias, residual)
-    _check_sides("fp8.linear", x, weight)
+    _check_layers("fp8.linear", x, weight)
     return apply_to_rows(_Linear, x, (weight.contiguous(), bias.contiguous()), residual, scaled)
 
 
@@ -155,9 +162,9 @@ def gelu_mlp(
     computes GELU's result again, in the kernel that computes GELU's gradient.
 
     Raises:
-        ValueError: the shapes do not fit each other, or a number is not a multiple of 16.
+        ValueError: the shapes do not fit each other, a number is not a multiple of 16 or is 0, or another dtype.
     """
     check_mlp_shapes("fp8.gelu_mlp", x, weight, bias, out_weight, out_bias, residual)
-    _check_sides("fp8.gelu_mlp", x, weight, out_weight)
+    _check_layers("fp8.gelu_mlp", x, weight, out_weight)
     parameters = tuple([parameter.contiguous() for parameter in (weight, bias, out_weight, out_bias)])
     return apply_to_rows(_GeluMLP, x, parameters, residual, scaled, out_scaled)

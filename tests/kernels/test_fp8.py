@@ -197,13 +197,35 @@ def test_shapes_that_do_not_fit_are_refused(layer, sizes, which, shape):
 
 @pytest.mark.parametrize(
     ("layer", "sizes", "tokens"),
-    [(linear, (16, 40), 24), (linear, (24, 16), 24), (linear, (16, 16), 20), (gelu_mlp, (16, 24, 16), 24)],
+    [
+        *[(linear, (16, 40), 24), (linear, (24, 16), 24), (linear, (16, 16), 20), (gelu_mlp, (16, 24, 16), 24)],
+        *[(linear, (16, 16), 0), (gelu_mlp, (16, 16, 16), 0), (linear, (16, 0), 24)],
+    ],
 )
-def test_sides_that_are_not_multiples_of_16_are_refused(layer, sizes, tokens):
-    """cuBLAS refuses them too, but names no layer, and the number of tokens only in the backward pass."""
+def test_sides_that_are_not_positive_multiples_of_16_are_refused(layer, sizes, tokens):
+    """cuBLAS refuses them too, but names no layer, and the number of tokens only in the backward pass.
+
+    Without tokens, the largest number of the statistics does not exist.
+    """
     x, *parameters, residual = inputs_of(*sizes)
     with pytest.raises(ValueError, match=rf"{2 * tokens} tokens and weights \(.* do not suit fp8\.{layer.__name__};"):
         layer(x[:, :tokens], *parameters, residual[:, :tokens])
+
+
+@pytest.mark.parametrize(
+    ("layer", "sizes", "which", "dtype"),
+    [
+        *((linear, (16, 32), which, dtype) for which, dtype in [(0, FP32), (0, torch.float64), (1, FP16)]),
+        *((gelu_mlp, (16, 32, 16), which, dtype) for which, dtype in [(0, FP32), (1, torch.float64), (3, torch.int32)]),
+    ],
+)
+def test_other_dtypes_are_refused(layer, sizes, which, dtype):
+    """A CPU once computed them, although the kernels and cuBLAS are for x of 16 bits."""
+    inputs = inputs_of(*sizes)
+    inputs[which] = inputs[which].detach().to(dtype)
+    with pytest.raises(ValueError, match=rf"^x is .*; give fp8\.{layer.__name__} x in bfloat16") as refusal:
+        layer(*inputs)
+    assert str(dtype) in str(refusal.value)
 
 
 @needs_fp8

@@ -40,7 +40,7 @@ def test_gradients_are_exchanged_once_for_all_micro_steps(group, fp8):
     model = data_parallel(model, World(parallel="ddp"))
     for i in range(4):
         synchronise_gradients(model, wanted=i == 3)
-        with CommDebugMode() as seen:
+        with CommDebugMode() as seen, torch.autocast("cpu", torch.bfloat16, enabled=fp8):
             model(tokens, tokens).backward()
         sent.append(seen.get_total_counts())
     assert sent == [0, 0, 0, 1]
