@@ -10,7 +10,7 @@ from errors import UserError
 from trainer.build import check_variant
 from trainer.distributed.world import refuse_several
 from trainer.evaluation import score, window_sizes
-from trainer.folders import check_writable
+from trainer.folders import check_writable, write_text
 from trainer.loading import load_model
 from trainer.loggers import finite
 from trainer.precision import choose_compute
@@ -41,7 +41,7 @@ def evaluate(config: EvaluateConfig) -> None:
     )
     row = {"checkpoint": config.checkpoint, "data": str(tokens.dir), "attention": config.attention.name}
     row |= {key: finite(value) for key, value in result.items()} | sizes
-    (folder / "evaluation.json").write_text(json.dumps(row, indent=2, allow_nan=False) + "\n")
+    write_text(folder / "evaluation.json", json.dumps(row, indent=2, allow_nan=False) + "\n")
     print(f"outputs in {folder}")
 
 

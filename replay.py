@@ -15,6 +15,7 @@ from model.attention import restore_attention
 from train import micro_step, train_step
 from trainer.build import build_loader, check_fp8, compile_model, fix_randomness
 from trainer.distributed.world import refuse_several
+from trainer.folders import write_text
 from trainer.loading import load_model, saved_scales
 from trainer.loggers import finite
 from trainer.optimizer import build_optimizer
@@ -65,7 +66,7 @@ def replay(config: ReplayConfig) -> None:
         f"{loss:.6f} nats, gradient norm {norm:.6f}; in the run {loss_then} and {norm_then}"
     )
     row = {"record": config.record, "checkpoint": str(source), "loss": finite(loss), "grad_norm": finite(norm)}
-    (folder / "replay.json").write_text(json.dumps(row, indent=2) + "\n")
+    write_text(folder / "replay.json", json.dumps(row, indent=2) + "\n")
     print(f"outputs in {folder}")
 
 

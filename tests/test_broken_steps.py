@@ -5,13 +5,15 @@ import json
 import math
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from model.gpt2 import GPT2, Block
-from tests.e2e import curve, load, rows, run, train
+from tests.e2e import curve, largest_file, load, rows, run, train
 from tests.test_failures import fill_disk_at
+from trainer.watch import Watch
 
 pytest_plugins = ["tests.e2e"]
 
@@ -24,6 +26,16 @@ def spoil(monkeypatch, factor: float, *calls: int) -> None:
     monkeypatch.setattr(
         GPT2, "forward", lambda *args, **kw: forward(*args, **kw) * (factor if next(count) in calls else 1)
     )
+
+
+def within(size: int, function: Callable) -> Callable:
+    """Return `function` with files of at most `size` bytes, as on a full disk."""
+
+    def limited(*args):
+        with largest_file(size):
+            return function(*args)
+
+    return limited
 
 
 def test_steps_that_are_not_finite_are_skipped_counted_and_told(workplace, monkeypatch):
@@ -135,6 +147,30 @@ def test_a_spike_that_the_disk_cannot_record_is_told_and_training_goes_on(workpl
     Path("run/replay").write_text("in the way of the folder")
     outcome = train("run", "train.max_steps=28", "train.eval_interval=99").ok()
     assert "times the usual norm; the record " in outcome.out
+
+
+def test_a_full_disk_leaves_no_part_of_a_record(workplace, monkeypatch):
+    spoil(monkeypatch, math.nan, 3)
+    monkeypatch.setattr(Watch, "_record", within(100, Watch._record))
+    outcome = train("run")
+    assert outcome.code == 2 and "step-00000003.json cannot be written (File too large)" in outcome.err
+    assert not list(Path("run/replay").iterdir())
+
+
+@pytest.mark.parametrize("script", ["replay", "evaluate"])
+def test_a_full_disk_leaves_the_old_result_of_a_script(workplace, monkeypatch, script):
+    spoil(monkeypatch, math.nan, 3)
+    record = re.search(r"record=\S+", train("run").err).group()
+    data = "data=tokens", "data.dir=tokens", "data.tokenizer=byte"
+    given = {"replay": (record,), "evaluate": ("checkpoint=run", *data)}[script]
+    again = f"{script}.py", *given, "device=cpu", "hydra.run.dir=out"
+    run(*again).ok()
+    (file,) = Path("out").iterdir()
+    before = file.read_bytes()
+    with largest_file(20):
+        refused = run(*again)
+    assert refused.code == 2 and "error: the disk cannot be used (File too large); make room" in refused.err
+    assert file.read_bytes() == before and list(Path("out").iterdir()) == [file]
 
 
 def test_what_is_recorded_is_replayed_as_asked(workplace, monkeypatch):

@@ -19,7 +19,7 @@ from trainer.checkpoint.files import State
 from trainer.checkpoint.load import check_resumable, of_this_version, sizes_of
 from trainer.config import TrainConfig
 from trainer.flops import model_flops_per_token, peak_flops
-from trainer.folders import link_latest
+from trainer.folders import link_latest, write_text
 from trainer.loading import read_shape
 from trainer.loggers import Loggers, describe_changes, start_loggers
 from trainer.meters import ThroughputMeter
@@ -154,13 +154,11 @@ def open_logs(folder: Path, compute: Compute, changes: dict[str, list], **option
 
     def start() -> Loggers:
         path, step = folder / "config.yaml", options["resumed_step"]
-        earlier = path.read_text().splitlines() if path.exists() and step is not None else []
+        earlier = path.read_text(encoding="utf-8").splitlines() if path.exists() and step is not None else []
         notes = [line for line in earlier if (found := NOTE.match(line)) and int(found[1]) < step]
         notes += [f"# changed after step {step}: {describe_changes(changes)}"] if changes else []
         settings = OmegaConf.to_yaml(OmegaConf.create(options["run_config"]))
-        new = path.with_name("config.yaml.tmp")  # a full disk leaves the old file
-        new.write_text("".join(f"{note}\n" for note in notes) + settings)
-        new.replace(path)
+        write_text(path, "".join(f"{note}\n" for note in notes) + settings)
         loggers = start_loggers(folder, has_mfu=_peak_flops(compute) is not None, **options)
         link_latest(folder, loggers.message)  # after the loggers, because wandb can refuse the run
         return loggers

@@ -1,4 +1,4 @@
-"""The output folders of runs: while a run lasts, no other run can write to its folders."""
+"""The output folders of runs: while a run lasts, no other run can write to its folders. And their texts."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -19,6 +19,19 @@ def check_writable(folder: Path) -> None:
             pass
     except OSError as error:
         raise _not_writable("hydra.run.dir", folder, error) from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file atomically: a kill or a full disk (OSError) leaves the old file or the new one."""
+    path = path.resolve()  # replace the file that a link leads to, not the link
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from trainer.checkpoint.policy import Checkpoints
 from trainer.config import TrainConfig
 from trainer.distributed.world import ALONE, World
 from trainer.evaluation import perplexity
+from trainer.folders import write_text
 from trainer.loggers import finite
 from trainer.state import TrainState
 
@@ -123,7 +124,7 @@ class Watch:
         if self.world.is_first:
             try:
                 self.folder.mkdir(exist_ok=True)
-                path.write_text(json.dumps(content, indent=2) + "\n")
+                write_text(path, json.dumps(content, indent=2) + "\n")
             except OSError as error:
                 return f"the record {path} cannot be written ({error.strerror})"
         source = "" if weights else " checkpoint=... (no checkpoint from before the step is left)"

@@ -5,7 +5,6 @@ import os
 import platform
 import re
 import subprocess
-from contextlib import suppress
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from torch.utils._triton import has_triton_package
 
 from errors import UserError
+from trainer import folders
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,15 +49,10 @@ def write(out: Path, results: dict) -> None:
 
 def write_text(out: Path, text: str) -> None:
     """Replace a file. If writing fails, a UserError is raised and the old file stays."""
-    out = out.resolve()  # replace the file that a link leads to, not the link
-    partial = out.with_name(f"{out.name}.partial")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(out)
+        folders.write_text(out, text)
     except OSError as error:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
         raise UserError(f"{out} cannot be written ({error.strerror}); make room or name another file") from error
 
 

@@ -2,7 +2,22 @@
 
 from pathlib import Path
 
-from trainer.folders import link_latest
+import pytest
+
+from tests.e2e import largest_file
+from trainer.folders import link_latest, write_text
+
+
+def test_a_text_replaces_a_file_only_as_a_whole(tmp_path):
+    file, link = tmp_path / "record.json", tmp_path / "link.json"
+    write_text(file, "old\n")
+    link.symlink_to(file)
+    for path in (file, link, tmp_path / "new.json"):
+        with largest_file(100), pytest.raises(OSError, match="File too large"):
+            write_text(path, "long" * 1000)
+    assert file.read_text() == "old\n" and {path.name for path in tmp_path.iterdir()} == {"record.json", "link.json"}
+    write_text(link, "λ\n")
+    assert file.read_text(encoding="utf-8") == "λ\n" and link.is_symlink()
 
 
 def test_outputs_latest_is_the_newest_run(tmp_path):
