@@ -10,7 +10,7 @@ from conf.schema import Config
 from data.config import SPLIT_KEYS, DataConfig
 from errors import assigned
 from model.attention import SPARSE_KEYS, AttentionConfig, CustomConfig
-from trainer.distributed.world import is_of_submitit, started
+from trainer.distributed.world import is_of_submitit, started, started_on_node
 from trainer.layout import shown
 
 DATA_KEYS = ("dir", "tokenizer", "document_mask")
@@ -23,7 +23,7 @@ def next_commands(config: Config, folder: Path, checkpoint: Path, *, is_stopped:
 
 def _to_continue(checkpoint: Path, folder: Path, attention: AttentionConfig) -> list[str]:
     """Return the command that continues this run from `checkpoint`."""
-    size, local = started()[1], int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    size, local = started()[1], started_on_node()
     nodes = [f"--nnodes={size // local}", "..."] if size > local else []
     launcher = ["torchrun", *nodes, f"--nproc_per_node={local}"] if size > 1 else ["python"]
     code = str(attention).split() if isinstance(attention, CustomConfig) else []

@@ -144,17 +144,18 @@ def join(parallel: str | None, device: str, timeout_s: int) -> Iterator[World]:
 def choose_parallel(asked: str | None) -> str:
     """Return the setting `parallel`, or its default: ddp with several processes, else none."""
     _, size = started()
+    started_on_node()  # refuse a wrong number now, and not when the run ends and prints the command to continue
     if asked is not None:
         check_choice("parallel", asked, PARALLEL)
     if asked == "none" and size > 1:
         raise UserError(f"parallel=none does not fit {size} processes; remove parallel=none, or start one process")
-    tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
-    if asked != "none" and tasks > 1 and "RANK" not in os.environ:
+    is_without_rank = asked != "none" and "RANK" not in os.environ
+    if is_without_rank and (tasks := _variable("SLURM_STEP_NUM_TASKS", 1)) > 1:
         raise UserError(
             f"srun started {tasks} tasks without ranks; start torchrun once per node with srun, or use -m "
             "hydra/launcher=slurm, or set parallel=none to train with one process"
         )
-    if asked not in (None, "none") and "RANK" not in os.environ:
+    if is_without_rank and asked is not None:
         raise UserError(
             f"parallel={asked} needs a process for each GPU; start torchrun --nproc_per_node=GPUS train.py ..., or set "
             "parallel=none"
@@ -167,8 +168,13 @@ def started() -> tuple[int, int]:
     return _variable("RANK", 0), _variable("WORLD_SIZE", 1)
 
 
+def started_on_node() -> int:
+    """Return the number of processes that torchrun started on this node, 1 for a single process."""
+    return _variable("LOCAL_WORLD_SIZE", 1)
+
+
 def _variable(key: str, default: int | None = None) -> int:
-    """Return the number in an environment variable, which torchrun sets."""
+    """Return the number in an environment variable, which torchrun or srun sets."""
     value = os.environ.get(key, default)
     try:
         return int(value)
@@ -184,7 +190,7 @@ def refuse_several(program: str) -> None:
 
 def restarts() -> int:
     """Return how often torchrun has restarted the processes after one of them failed."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    return _variable("TORCHELASTIC_RESTART_COUNT", 0)
 
 
 def is_of_submitit() -> bool:

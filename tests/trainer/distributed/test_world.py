@@ -9,9 +9,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from errors import UserError
+from tests.e2e import train
 from tests.several import ended, torchrun
 from trainer.distributed.world import PLACE, World, choose_parallel, join
 from trainer.signals import StopRequest
+
+pytest_plugins = ["tests.e2e"]
 
 
 @pytest.mark.parametrize(
@@ -55,6 +58,15 @@ def test_a_variable_that_is_not_a_number_is_refused(monkeypatch, key):
     sentence = f"^{key}=a is not a number; start the program with torchrun, or unset {key}$"
     with pytest.raises(UserError, match=sentence), join(None, "cpu", timeout_s=3):
         pass
+
+
+@pytest.mark.parametrize("key", [*PLACE[:2], PLACE[3], "SLURM_STEP_NUM_TASKS", "TORCHELASTIC_RESTART_COUNT"])
+def test_a_single_process_too_is_told_which_variable_is_not_a_number(workplace, monkeypatch, key):
+    """Some ended in a traceback of int, and LOCAL_WORLD_SIZE only when the run was stopped."""
+    monkeypatch.setenv(key, "a")
+    outcome = train("run", "train.max_steps=1")
+    sentence = f"error: {key}=a is not a number; start the program with torchrun, or unset {key}\n"
+    assert (outcome.code, outcome.err) == (2, sentence)
 
 
 def test_tasks_of_srun_without_ranks_are_refused(monkeypatch):
