@@ -12,13 +12,41 @@ from typing import get_args
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException, ValidationError
+from omegaconf.errors import ConfigTypeError, MissingMandatoryValue, OmegaConfBaseException, ValidationError
 
 from errors import UserError, as_text, first_line, is_of_gpu_memory, is_of_memory, two_sentences
 from model.attention import unknown_setting as unknown_attention_setting
 
 PLACES = "outputs go to hydra.run.dir=..., tokens to data.dir=..., checkpoints to checkpoint.dir=..."
 SYNTAX = "write settings as key=value, and lists as 'key=[a,b]'"
+GROUP = "{key} is a group; set its keys, {key}.KEY=..."
+DELETED = "deletes a setting that has to exist; leave it out, or give the setting another value"
+SENTENCES = (
+    (
+        r"Could not override '(.+?)'\. No match",
+        r"\1 is not a setting of this program; leave it out, or see --help for the settings",
+    ),
+    (
+        r"Error resolving interpolation '\$\{(\w+)\}', possible",
+        r"\1 is a list or has no choice; give one name, \1=NAME (see --help)",
+    ),
+    (r"Error merging override (~.+)", rf"\1 {DELETED}"),
+    (r"Could not delete from config\. The value of '(.+?)' is .* and not (.*)\.$", rf"~\1=\2 {DELETED}"),
+    (
+        r"Could not delete from config\. '(.+?)' does not exist",
+        r"~\1 deletes a setting that is null or does not exist; leave it out",
+    ),
+    (
+        r"Could not delete '(.+?)=(.+?)'\. No match",
+        r"~\1=\2 deletes a choice that was not made; leave it out, or give one choice, \1=NAME",
+    ),
+    (
+        "Config group override must be|argument of type 'int' is not",
+        "a group of settings is null, a number or a list; give each group the name of a choice, such as "
+        "attention=flash2",
+    ),
+)
+"""Patterns of the lines of Hydra's errors, and the sentences to print for them."""
 FAILING_DISK = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO  # A failed write names no file.
 
 
@@ -53,6 +81,8 @@ def explain(error: Exception) -> str:
         return "a group of settings has a list or another place; give each group one choice, such as attention=flash2"
     if isinstance(cause, ValidationError):
         return _wrong_type(key, cause)
+    if isinstance(cause, ConfigTypeError) and str(cause).startswith("Cannot merge DictConfig with ListConfig"):
+        return GROUP.format(key=key)
     if key and isinstance(cause, (AttributeError, KeyError)):
         parent = cause.parent_node
         if isinstance(parent, DictConfig) and key.startswith("attention.") and "name" in parent:
@@ -69,20 +99,15 @@ def explain(error: Exception) -> str:
     line = _one_line(error)
     if 'not detect "srun"' in line:
         return f"{line.removesuffix('?')}; start this command on a Slurm cluster, or without hydra/launcher=slurm"
-    if found := re.match(r"Could not override '(.+?)'\. No match", line):
-        return f"{found[1]} is not a setting of this program; leave it out, or see --help for the settings"
-    if found := re.match(r"Error resolving interpolation '\$\{(\w+)\}', possible", line):
-        return f"{found[1]} is a list or has no choice; give one name, {found[1]}=NAME (see --help)"
-    if found := re.match(r"Error merging override (~.+)", line):
-        return f"{found[1]} deletes a setting that has to exist; leave it out, or give the setting another value"
+    for pattern, sentence in SENTENCES:
+        if found := re.match(pattern, line):
+            return found.expand(sentence)
     if line.startswith("Ambiguous value"):
         key, _, values = line[line.index("'") + 1 : line.rindex("'")].partition("=")
         remedy = "add -m to run one job per value"
         if not (Path(__file__).parent / key).is_dir():  # a group takes neither a list nor a text
             remedy += f", or write a list as '{key}=[{values}]'{_or_as_text(f'{key}={values}')}"
         return f"{key}={values} is ambiguous; {remedy}"
-    if line.startswith("Config group override must be"):
-        return "a group of settings is null or a number; give each group the name of a choice, such as attention=flash2"
     return f"{line}; {SYNTAX}"
 
 
@@ -91,7 +116,7 @@ def _wrong_type(key: str, error: ValidationError) -> str:
     known = {field.name: field.type for field in fields(error.object_type)} if is_dataclass(error.object_type) else {}
     kind = known.get(error.key) or next(iter(get_args(error.ref_type)), str)  # of the items of a list
     if is_dataclass(kind):
-        return f"{key} is a group; set its keys, {key}.KEY=..."
+        return GROUP.format(key=key)
     value = "null" if error.value is None else error.value
     return f"{key}={value} has the wrong type; give a value of type {formatannotation(kind)}"
 
@@ -117,7 +142,8 @@ def _unknown_choice(error: MissingConfigException) -> str:
     group, _, choice = error.missing_cfg_file.rpartition("/")
     if choice.startswith("submitit"):
         return f'{group} needs hydra-submitit-launcher; run pip install -e ".[slurm]"'
-    options = sorted(error.options or [])
+    # Hydra names no options if the choice is in a list, such as attention=[a,b].
+    options = sorted(error.options or (path.stem for path in (Path(__file__).parent / group).glob("*.yaml")))
     return f"{group}={choice} is unknown{_suggestion(choice, options)}; choose one of {', '.join(options)}"
 
 

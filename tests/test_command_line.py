@@ -62,6 +62,18 @@ REFUSALS = {
     "list of models": ("model=[gpt2]", ["model is a list or has no choice; give one name, model=NAME"]),
     "no model": ("~model", ["model is a list or has no choice; give one name, model=NAME"]),
     "deleted setting": ("~train.seed", ["~train.seed deletes a setting that has to exist; leave it out, or"]),
+    "deleted setting with another value": ("~optimizer.lr=3", ["~optimizer.lr=3 deletes a setting that has to exist"]),
+    "deleted setting without a value": (
+        "~wandb.tags",
+        ["~wandb.tags deletes a setting that is null or does not exist;"],
+    ),
+    "deleted choice that was not made": (
+        "~attention=naive",
+        ["~attention=naive deletes a choice that was not made; leave it out, or give one choice, attention=NAME"],
+    ),
+    "group as a list": ("train=[1]", ["error: train is a group; set its keys, train.KEY=..."]),
+    "unknown choices": ("attention=[a,b]", ["attention=b is unknown; choose one of block_sparse,", "naive, sdpa"]),
+    "list of numbers": ("optimizer=[1]", ["a list; give each group the name of a choice, such as attention=flash2"]),
     "unknown recipe": ("experiment=gpt2-124", ["experiment=gpt2-124", "did you mean gpt2-124m?"]),
 }
 
