@@ -180,7 +180,7 @@ def _compute_tile(
     v_slot = (it + own) % STAGES
     q_slot = (n + 1) % 2 * CONSUMERS + C
     if DOCUMENTS:
-        # The producer publishes the next tile's place together with its Q, or that there is no next tile.
+        # The producer publishes the next tile's place together with its Q. After the last tile, the batch is -1.
         _skip(it, own, blocks, full, empty, STAGES, EACH)
         mbarrier.wait(q_full.index(q_slot), (n + 1) // 2 & 1)
         place = read_place(places, q_slot)
@@ -345,7 +345,7 @@ def forward_kernel(
     full, empty = ring(STAGES, CONSUMERS * ARRIVALS)
     places = 0
     if DOCUMENTS:
-        places = allocate_places(2 * CONSUMERS)  # as many as slots of Q
+        places = allocate_places(2 * CONSUMERS)  # one for each slot of Q
     rings = (q_slots, k_slots, v_slots, q_full, q_empty, full, empty, places)
     shape = (batches, heads, seq_q, seq_k, section)
     reads = (q0, q1, k0, k1, v0, v1, groups)
