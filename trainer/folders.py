@@ -1,4 +1,4 @@
-"""The output folders of runs: while a run lasts, no other run can write to its folders. And their texts."""
+"""The output folders of runs, and text files in them. While a run lasts, no other run can write to its folders."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress

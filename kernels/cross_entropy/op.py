@@ -91,10 +91,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
     """Return the mean of -log softmax(hidden @ weight.T)[target] over tokens with a target >= 0, in nats.
 
-    hidden is (N, C). weight is (padded V, C), and its first vocab_size rows are no padding. targets (N,) are integers
-    below vocab_size, but this is not checked. The loss is fp32, or fp64 for fp64 hidden on a CPU. The
-    products are computed in hidden's dtype. The gradient by weight is summed in the weight's dtype, and its rows of
-    padding are zero.
+    hidden is (N, C). weight is (padded V, C): its rows from vocab_size on are padding. targets (N,) are integers below
+    vocab_size, but this is not checked. The loss is fp32, or fp64 for fp64 hidden on a CPU. The products are computed
+    in hidden's dtype. The gradient by weight is summed in the weight's dtype, and its rows of padding are zero.
 
     Raises:
         ValueError: hidden and weight differ in C, targets are not N, or weight has fewer rows than vocab_size.

@@ -181,16 +181,11 @@ def test_programs_that_walk_over_many_tiles_end(head_dim, causal):
 
 @pytest.mark.skipif(triton_version() < (3, 6), reason="needs Triton 3.6 or later")
 @pytest.mark.parametrize(
-    ("options", "section", "counts"),
-    [
-        ({"causal": True, "window": 300}, 64, False),
-        ({"causal": True, "documents": True}, 64, True),
-        ({"documents": True}, 64, True),
-        ({}, 1, False),
-    ],
+    ("causal", "window", "drawn", "section"),
+    [(True, 300, False, 64), (True, 0, True, 64), (False, 0, True, 64), (False, 0, False, 1)],
 )
 def test_only_documents_are_drawn_and_heads_of_short_tiles_are_dealt_out_together(
-    options, section, counts, monkeypatch
+    causal, window, drawn, section, monkeypatch
 ):
     """A launch with documents gets a counter of its own, which starts at zero."""
     from kernels.flash2.hopper_forward import host
@@ -201,11 +196,11 @@ def test_only_documents_are_drawn_and_heads_of_short_tiles_are_dealt_out_togethe
     monkeypatch.setattr(torch.cuda, "device_of", lambda x: nullcontext())
     monkeypatch.setattr(host, "blocks_of", lambda x, *block: block)
     q = torch.zeros(2, 3000, 12, 64, dtype=BF16)
-    documents = torch.zeros(2, 2, 3000, dtype=torch.int32) if options.pop("documents", False) else None
-    host.forward(q, q, q, Options(documents=documents, **options), HopperForwardConfig(128, 3, 2))
+    documents = torch.zeros(2, 2, 3000, dtype=torch.int32) if drawn else None
+    host.forward(q, q, q, Options(None, documents, None, causal, window), HopperForwardConfig(128, 3, 2))
     [(_, _, programs, tensors, scalars, _)] = launched
     assert (programs, scalars[5]) == (132, section)
-    assert tensors[-1].tolist() == [0] if counts else tensors[-1] is None
+    assert tensors[-1].tolist() == [0] if drawn else tensors[-1] is None
 
 
 @pytest.mark.skipif(triton_version() < (3, 6), reason="needs Triton 3.6 or later")

@@ -13,8 +13,8 @@ With heads of 64, a consumer computes the maxima under its own P V, and the expo
 other consumers. Three consumers have too few registers for a second P. With larger heads, each consumer runs the whole
 softmax under its own P V.
 
-schedule.py assigns tiles to programs, producer.py loads them, tile.py computes parts of one tile, kernel.py is the
-kernel, host.py launches it.
+schedule.py assigns tiles to programs, and producer.py loads them. tile.py computes parts of one tile. kernel.py is the
+kernel, and host.py launches it.
 
 Legend: T queries, S keys; M rows of a query tile, 64 per consumer; N keys of a block; D0 + D1 head size in two parts
 (80 = 64 + 16; D1 = 0 for 64 and 128), so that no product is padded. Each part has its own TMA descriptor and product.

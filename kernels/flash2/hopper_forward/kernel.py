@@ -5,8 +5,12 @@ parts of x. `it` is the number of key blocks before this tile in all tiles of th
 is in slot (it + j) % STAGES of the rings, V of the same block in the next slot. The n-th tile's Q of consumer C is in
 slot n % 2 * CONSUMERS + C of Q's ring.
 
-The tuple rings has the slots of Q, K and V in shared memory, and then their barriers. q_full and q_empty are for Q's
-slots. full and empty are for the slots of K and V. With documents, the last member has the places of Q's tiles.
+The tuple rings has these members:
+
+- the slots of Q, K and V in shared memory
+- q_full and q_empty: barriers of Q's slots
+- full and empty: barriers of the slots of K and V
+- with documents, the places of the tiles in Q's slots
 
 Other tuples: shape is (batches, heads, seq_q, seq_k, section), band is (documents, window, counter), and dropout is
 (numbers, threshold, keep_scale). tile_of returns place, count_blocks returns counts, and visible_keys returns seen.

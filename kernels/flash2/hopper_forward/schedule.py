@@ -1,4 +1,4 @@
-"""The order in which the programs of the Hopper forward compute query tiles: the device's part and the host's.
+"""The order of the query tiles in the programs of the Hopper forward: the device's part and the host's.
 
 M rows of a query tile, N keys of a block. A section is a group of heads whose tiles are dealt out together. The place
 of a tile is (batch, head, first query, first key block, number of key blocks).
@@ -45,8 +45,8 @@ def tile_of(
 ):  # fmt: skip
     """Return the place of tile number t.
 
-    All tiles of one section come before those of the next section. Under a causal mask tiles differ in length. Within
-    a section the longest tiles come first, which balances the work of the programs.
+    All tiles of one section come before the tiles of the next section. Under a causal mask tiles differ in length.
+    Within a section the longest tiles come first, which balances the work of the programs.
     """
     batches, heads, seq_q, seq_k, section = shape
     rows = gl.cdiv(seq_q, M)
