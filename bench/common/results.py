@@ -28,6 +28,7 @@ def environment() -> dict:
         "driver": _output(driver).partition("\n")[0] if cuda else None,
         "torch": torch.__version__,
         "triton": version("triton") if has_triton_package() else None,
+        "cudnn": _cudnn_version() if cuda else None,
         "commit": os.environ.get("GIT_COMMIT") or _output(["git", "-C", str(ROOT), "rev-parse", "HEAD"]),
         "date": date.today().isoformat(),
     }
@@ -73,6 +74,12 @@ def read_results(path: Path) -> dict:
     if not of_bench:
         raise UserError(f"{path} is not a results file of bench; restore it or measure again")
     return results
+
+
+def _cudnn_version() -> str | None:
+    """Return the version that torch loads, such as "9.19.0", which may be newer than the one that torch came with."""
+    number = torch.backends.cudnn.version()
+    return number and f"{number // 10_000}.{number // 100 % 100}.{number % 100}"
 
 
 def _output(command: list[str]) -> str:

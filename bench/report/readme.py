@@ -148,7 +148,9 @@ def attention_table(results: Path) -> str:
     lines = speed_lines([row for row in file["rows"] if row["causal"] and row["status"] == "ok"], RIVALS, PASSES[:2])
     lines = [line[1:] for line in lines]  # without the mask
     header = ["head size", "sequence", "batch x heads", *RIVALS.values()]
-    return f"{table(header, lines, left=0)}\n\n{caption(file)}"
+    cudnn = file["environment"].get("cudnn")  # rows of before 2026-11-28 lack the version
+    note = f" cuDNN {cudnn}." if cudnn else ""
+    return f"{table(header, lines, left=0)}\n\n{caption(file)}{note}"
 
 
 def documents_table(results: Path) -> str:
