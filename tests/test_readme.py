@@ -119,8 +119,8 @@ def test_a_micro_batch_fits_by_the_line_through_the_measured_ones(tmp_path):
 def test_key_heads_are_read_from_the_folder_of_any_gpu(tmp_path):
     row = {"model": "gpt2", "context_length": 8192, "n_kv_head": 4, "parameters": 121_250_304, "cache_mib": 96.0}
     row |= {"batch_size": 8, "peak_gib": 20.01, "tokens_per_second": 400_999.9}
-    environment = json.loads((RESULTS / "training.json").read_text())["environment"] | {"gpu": "A GPU"}
+    environment = json.loads((RESULTS / "training.json").read_text())["environment"] | {"gpu": "NVIDIA A9 GPU"}
     (tmp_path / "a-gpu").mkdir()
-    (tmp_path / "a-gpu" / "key_heads.json").write_text(json.dumps({"environment": environment, "key_heads": [row]}))
+    (tmp_path / "a-gpu" / "features.json").write_text(json.dumps({"environment": environment, "key_heads": [row]}))
     _, _, line, _, caption = key_heads_table(tmp_path / "h200").splitlines()
-    assert line == "| gpt2, 8k | 4 | 121.3 M | 96 MiB | 8 | 20.1 GiB | 400,999 |" and caption.startswith("One A GPU")
+    assert line == "| A9 | gpt2, 8k | 4 | 121.3 M | 96 MiB | 8 | 20.1 GiB | 400,999 |" and caption.startswith("One NVIDIA A9")

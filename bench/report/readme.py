@@ -312,8 +312,8 @@ def largest_that_fits(peaks: dict[int, float], gib: float) -> int:
 
 
 def sparsity_table(results: Path) -> str:
-    """Return the speedup of flash2 with some of the blocks, from `bench.features only=sparsity`."""
-    file, speeds = read_results(results / "sparsity.json"), {}
+    """Return the speedup of flash2 with some of the blocks, from bench.features."""
+    file, speeds = read_results(results / "features.json"), {}
     for row in file["sparsity"]:
         cells = speeds.setdefault(row["pattern"], {"kept": row["kept"]})
         cells[row["head_dim"], row["pass"]] = f"{at_least(row['speed'])} ({row['ms']:.2f})"
@@ -327,17 +327,19 @@ def sparsity_table(results: Path) -> str:
 
 
 def key_heads_table(results: Path) -> str:
-    """Return memory and speed by the number of key heads, from `bench.features only=key_heads` on any GPU."""
+    """Return memory and speed by the number of key heads, from bench.features on any GPU."""
     lines, captions = [], []
-    for path in sorted(results.parent.glob("*/key_heads.json")):
+    for path in sorted(results.parent.glob("*/features.json")):
         file = read_results(path)
         captions.append(caption(file))
+        gpu = re.sub(r"NVIDIA | .*", "", file["environment"]["gpu"])
         for row in file["key_heads"]:
-            what = f"{row['model']}, {length_text(row['context_length'])}", str(row["n_kv_head"])
+            what = gpu, f"{row['model']}, {length_text(row['context_length'])}", str(row["n_kv_head"])
             sizes = f"{row['parameters'] / 1e6:.1f} M", f"{at_most(row['cache_mib'], 0)} MiB"
             speed, memory = at_least(row["tokens_per_second"], 0), f"{at_most(row['peak_gib'], 1)} GiB"
             lines.append([*what, *sizes, str(row["batch_size"]), memory, speed])
     header = [
+        "GPU",
         "model, context",
         "key heads",
         "parameters",
@@ -346,7 +348,7 @@ def key_heads_table(results: Path) -> str:
         "peak memory",
         "tokens/s",
     ]
-    return f"{table(header, lines)}\n\n{' '.join(captions)}".strip()
+    return f"{table(header, lines, left=2)}\n\n{' '.join(captions)}".strip()
 
 
 def scaling_table(results: Path) -> str:
