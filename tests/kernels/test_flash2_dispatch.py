@@ -75,12 +75,12 @@ def test_a_length_without_settings_gets_the_plain_kernels(monkeypatch):
     assert chosen == [False, True]
 
 
-@pytest.mark.parametrize("window", [512, 513])
+@pytest.mark.parametrize("window", [1024, 1025])
 def test_a_window_chooses_the_settings_by_its_own_length(window):
     """A query sees no more keys in a longer sequence. With heads of 64, only long windows leave plain Triton."""
     options = WHOLE._replace(window=window)
     for seq_k in (2000, 100_000):
-        assert dispatch.uses_hopper_kernels("forward", "sm_90", 64, BF16, seq_k, options) is (window > 512)
+        assert dispatch.uses_hopper_kernels("forward", "sm_90", 64, BF16, seq_k, options) is (window > 1024)
 
 
 @pytest.mark.parametrize(("pass_", "head_dim"), [("forward", 64), ("forward", 80), ("backward", 96)])
