@@ -79,7 +79,7 @@ class MicroStepGraphs:
             if memory_error := next(filter(is_of_gpu_memory, (error, cause)), None):
                 raise memory_error from None
             raise UserError(
-                f"train.cuda_graphs=true cannot capture a step ({first_line(cause)}); set train.cuda_graphs=false"
+                f"a training step cannot be captured as a CUDA graph ({first_line(cause)}); set train.cuda_graphs=false"
             ) from error
         return graph, loss
 
