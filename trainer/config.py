@@ -7,9 +7,10 @@ from model.gpt2 import CHECKPOINTING
 
 AUTO = "auto"
 LARGEST_STEP = 2**24  # sequences, which are all read before the step begins
-POSITIVE = ("grad_accumulation", "max_steps", "eval_interval", "eval_tokens", "log_interval")
+POSITIVE = ("grad_accumulation", "eval_interval", "eval_tokens", "log_interval")
 BOUNDS = {key: (1, None) for key in POSITIVE} | {
     "batch_size": (1, 2**20),  # the loader draws the sequences one by one
+    "max_steps": (1, 10**8 - 1),  # the names of checkpoints have eight digits
     "seed": (0, 2**32 - 1),
     "sample_tokens": (0, None),
     "timeout_s": (1, 365 * 24 * 3600),

@@ -157,6 +157,10 @@ def test_an_unknown_key_or_a_wrong_type_is_refused(override):
         ("optimizer.beta1=1", "optimizer.beta1=1"),
         ("precision.name=int8", "precision.name=int8 is unknown"),
         ("train.max_steps=0", "train.max_steps=0 is out of range; give at least 1"),
+        (
+            "train.max_steps=100000000",
+            "train.max_steps=100000000 is out of range; give at least 1 and at most 99999999",
+        ),
         ("train.batch_size=many", "train.batch_size=many is not a number; set a number, or auto on a GPU"),
         ("train.seed=-1", "train.seed=-1 is out of range; give at least 0"),
         (
