@@ -29,7 +29,7 @@ from trainer.evaluation import validate
 from trainer.folders import claimed
 from trainer.graphs import MicroStep, capture, check_graphs
 from trainer.loading import load_weights
-from trainer.loggers import Loggers, Metrics, checked
+from trainer.loggers import Loggers, Metrics, check_loggers
 from trainer.memory import explaining_out_of_memory
 from trainer.optimizer import build_optimizer, clip_gradients, learning_rate, set_learning_rate
 from trainer.precision import Compute, choose_compute
@@ -56,7 +56,7 @@ def train(config: Config, resumed: State | None, world: World = ALONE) -> StopRe
     compute, folder = choose_compute(config.device, config.precision, world), world.from_first(output_dir())
     check_batch_size(config.train, compute)
     check_graphs(config.train, compute)
-    config.wandb = checked(config.wandb, config.tensorboard)
+    config.wandb = check_loggers(config.wandb, config.tensorboard)
     saves_to, resumed_step = config.checkpoint.folder(folder), resumed["step"] if resumed else None
     check_folder(saves_to, resumed)
     tokens = world.first_ahead(lambda: open_tokens(config.data))  # the first process may have to make the files

@@ -21,7 +21,7 @@ __all__ = [
     "Loggers",
     "Metrics",
     "WandbConfig",
-    "checked",
+    "check_loggers",
     "complete",
     "describe_changes",
     "finite",
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 
-def checked(wandb: WandbConfig, tensorboard: bool) -> WandbConfig:
+def check_loggers(wandb: WandbConfig, tensorboard: bool) -> WandbConfig:
     """Refuse loggers that cannot start. Return the settings of wandb, with an id if the run has none yet."""
     mode = complete(wandb, {})[0].mode
     if tensorboard:
