@@ -108,10 +108,10 @@ def described(error: BaseException) -> str:
 
 def is_of_memory(error: BaseException) -> bool:
     """Return whether host or GPU memory ran out."""
-    return isinstance(error, MemoryError) or is_of_gpu_memory(error) or "DefaultCPUAllocator" in str(error)
+    return isinstance(error, MemoryError) or is_out_of_gpu_memory(error) or "DefaultCPUAllocator" in str(error)
 
 
-def is_of_gpu_memory(error: BaseException) -> bool:
+def is_out_of_gpu_memory(error: BaseException) -> bool:
     """Return whether GPU memory ran out. Triton, CUDA and cuBLAS have no class for it, so this reads their messages.
 
     torch's class is compared by name, because importing torch takes seconds.

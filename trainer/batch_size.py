@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from errors import UserError, is_of_gpu_memory
+from errors import UserError, is_out_of_gpu_memory
 from trainer.build import build_model, compile_model, is_compiled
 from trainer.config import AUTO, BOUNDS, TrainConfig
 from trainer.distributed.world import ALONE, World
@@ -209,7 +209,7 @@ def measured_peak(act: Callable[[], None]) -> int | None:
     try:
         act()
     except RuntimeError as error:
-        if not is_of_gpu_memory(error):
+        if not is_out_of_gpu_memory(error):
             raise
         return None
     return torch.cuda.max_memory_allocated()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from errors import UserError, first_line, is_of_gpu_memory
+from errors import UserError, first_line, is_out_of_gpu_memory
 from trainer.build import is_compiled
 from trainer.config import TrainConfig
 from trainer.precision import Compute
@@ -76,7 +76,7 @@ class MicroStepGraphs:
                 loss = micro_step(self.inputs, self.targets)
         except RuntimeError as error:
             cause = error.__context__ or error  # the error that ended the capture
-            if memory_error := next(filter(is_of_gpu_memory, (error, cause)), None):
+            if memory_error := next(filter(is_out_of_gpu_memory, (error, cause)), None):
                 raise memory_error from None
             raise UserError(
                 f"a training step cannot be captured as a CUDA graph ({first_line(cause)}); set train.cuda_graphs=false"

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from errors import first_line, is_of_gpu_memory
+from errors import first_line, is_out_of_gpu_memory
 
 SAMPLE_MS, SAMPLE_CALLS = 5, 20
 LEAST_SPIN_MS, MOST_SPIN_MS, MARGIN = 1.5, 50, 1.2
@@ -155,7 +155,7 @@ def recorded(rows: Iterable[dict], gpu: Gpu) -> Iterator[None]:
         yield
         return
     except Exception as error:
-        oom = is_of_gpu_memory(error)
+        oom = is_out_of_gpu_memory(error)
         outcome = {"status": "oom"} if oom else {"status": "failed", "message": first_line(error)}
     for row in rows:
         row.update(outcome)

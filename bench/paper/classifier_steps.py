@@ -22,7 +22,7 @@ from bench.lra.listops import LONGEST, SHORTEST
 from bench.lra.tasks import Task
 from bench.lra.training import graph_of, shape_of
 from bench.paper.turns import take_turns
-from errors import UserError, first_line, is_of_gpu_memory, problem_of
+from errors import UserError, first_line, is_out_of_gpu_memory, problem_of
 from trainer.meters import GIB
 
 CHECKED_BATCH = 2
@@ -129,7 +129,7 @@ def captured(step: Step, row: dict, pool: tuple[int, int]) -> Step:
         replay = graph_of(step, pool)
     except RuntimeError as error:
         cause = error.__context__ or error  # the error that ended the capture
-        if any(map(is_of_gpu_memory, (error, cause))):
+        if any(map(is_out_of_gpu_memory, (error, cause))):
             raise torch.OutOfMemoryError(str(cause)) from error
         row.update(graph=False, message=first_line(cause))
         return step
