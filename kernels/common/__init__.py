@@ -1,1 +1,1 @@
-"""Parts shared by several operators: input checks, dropout, documents, launching, registration and rounding."""
+"""Parts shared by several operators: input checks, dropout, documents, dtypes, launching, registration and rounding."""

@@ -6,12 +6,9 @@ B batch, T query length, S key length, H query heads, G key/value heads, D head 
 import torch
 from torch import Tensor
 
+from kernels.common.dtypes import accumulator
+
 NEG_INF = float("-inf")
-
-
-def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """Return fp64 for fp64, and fp32 for the other dtypes."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def heads_first(x: Tensor, heads: int) -> Tensor:

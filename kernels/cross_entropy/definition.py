@@ -6,6 +6,8 @@ N tokens, C hidden size, V vocabulary; weight and logits have V rows or columns 
 import torch
 from torch import Tensor
 
+from kernels.common.dtypes import accumulator
+
 HIGHEST = 69.0
 """Upper limit in relative_losses of a logit minus its target's, in nats: exp(69) leaves fp32 room for sums."""
 
@@ -59,7 +61,7 @@ def cross_entropy_(logits: Tensor, targets: Tensor, vocab_size: int, gradient: b
     Columns from vocab_size on are padding and are ignored too. With `gradient` the gradient of the sum of the losses,
     softmax(logits) - one_hot(targets) and zero in the padding, overwrites the logits.
     """
-    x = logits[:, :vocab_size].to(torch.promote_types(logits.dtype, torch.float32))
+    x = logits[:, :vocab_size].to(accumulator(logits.dtype))
     logsumexp = x.logsumexp(1, keepdim=True)
     counts = (targets >= 0)[:, None]
     own = targets.clamp(min=0)[:, None]

@@ -5,6 +5,7 @@ from torch import Tensor, library
 
 from kernels.common import dropout
 from kernels.common.checks import check_inputs, document_bounds, readable
+from kernels.common.dtypes import accumulator
 from kernels.common.registering import define, no_second_derivative
 
 _INPUTS = "Tensor q, Tensor k, Tensor v"
@@ -19,7 +20,7 @@ _library = define(
 @library.register_fake("flash1::forward")
 def _(q, k, v, *options):
     batch, seq_q, heads, _ = q.shape
-    l = q.new_empty((batch, heads, seq_q), dtype=torch.promote_types(q.dtype, torch.float32))
+    l = q.new_empty((batch, heads, seq_q), dtype=accumulator(q.dtype))
     return q.new_empty(q.shape), l, torch.empty_like(l)
 
 

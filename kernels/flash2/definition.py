@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from kernels.common.dropout import keep_mask
-from kernels.common.tiling import NEG_INF, Visibility, accumulator, cut, heads_first, tiles
+from kernels.common.dtypes import accumulator
+from kernels.common.tiling import NEG_INF, Visibility, cut, heads_first, tiles
 from kernels.flash2.block_lists import BLOCK, HEADER
 from kernels.flash2.options import Options
 

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from kernels.common import dropout
 from kernels.common.checks import check_inputs, document_bounds, readable
+from kernels.common.dtypes import accumulator
 from kernels.common.registering import define, implementation, no_second_derivative
 from kernels.flash2.block_lists import BLOCK, HEADER, Listed
 from kernels.flash2.options import Options
@@ -38,8 +39,7 @@ def _forward(q: Tensor, *args):
 @library.register_fake("flash2::forward")
 def _(q, k, v, *options):
     batch, seq_q, heads, _ = q.shape
-    logsumexp_dtype = torch.promote_types(q.dtype, torch.float32)
-    return q.new_empty(q.shape), q.new_empty((batch, heads, seq_q), dtype=logsumexp_dtype)
+    return q.new_empty(q.shape), q.new_empty((batch, heads, seq_q), dtype=accumulator(q.dtype))
 
 
 @library.register_fake("flash2::backward")
@@ -50,7 +50,7 @@ def _(dout, q, k, v, *rest):
 @library.register_fake("flash2::backward_packed")
 def _(dout, qkv, *rest):
     shape = qkv.shape[2:] if rest[-1] else 0
-    return qkv.new_empty(qkv.shape), qkv.new_empty(shape, dtype=torch.promote_types(qkv.dtype, torch.float32))
+    return qkv.new_empty(qkv.shape), qkv.new_empty(shape, dtype=accumulator(qkv.dtype))
 
 
 class _Flash2(torch.autograd.Function):

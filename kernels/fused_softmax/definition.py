@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from kernels.common.dropout import keep_mask
-from kernels.common.tiling import NEG_INF, Visibility, accumulator
+from kernels.common.dtypes import accumulator
+from kernels.common.tiling import NEG_INF, Visibility
 
 
 def _keep(shape: torch.Size, numbers: Tensor, dropout_p: float) -> Tensor:

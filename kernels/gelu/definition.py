@@ -7,9 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.common.dtypes import accumulator
+
 
 def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x.to(accumulator(x.dtype))
 
 
 def _biased(product: Tensor, bias: Tensor) -> Tensor:

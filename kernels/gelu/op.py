@@ -6,6 +6,7 @@ N tokens, D inputs, C hidden columns (GELU's), E outputs.
 import torch
 from torch import Tensor, library
 
+from kernels.common.dtypes import accumulator
 from kernels.common.registering import define, no_second_derivative
 from kernels.linear.op import apply_to_rows, bias_gradient
 
@@ -24,7 +25,7 @@ def _(x, weight, bias, keep_output):
 
 @library.register_fake("gelu::backward")
 def _(dout, weight, bias, saved, keep_output):
-    sums = saved.new_empty(saved.shape[1], dtype=torch.promote_types(saved.dtype, torch.float32))
+    sums = saved.new_empty(saved.shape[1], dtype=accumulator(saved.dtype))
     return torch.empty_like(saved), sums, saved.new_empty(0) if keep_output else torch.empty_like(saved)
 
 

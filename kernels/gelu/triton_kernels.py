@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.common.dtypes import accumulator
 from kernels.common.rounding import to
 
 MINUS_LOG2_E: tl.constexpr = tl.constexpr(-1.4426950408889634)
@@ -98,4 +99,4 @@ def backward(dout: Tensor, saved: Tensor, bias: Tensor, keep_output: bool) -> tu
     grid = slabs, triton.cdiv(columns, n)
     with torch.cuda.device_of(saved):
         gelu_gradient_kernel[grid](*tensors, rows, columns, slab, *constants, num_warps=warps)
-    return dx, sums.sum(0).to(torch.promote_types(saved.dtype, torch.float32)), recomputed
+    return dx, sums.sum(0).to(accumulator(saved.dtype)), recomputed

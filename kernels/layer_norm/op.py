@@ -7,6 +7,7 @@ torch.compile's own kernels read rows of more than 1024 columns twice and need s
 import torch
 from torch import Tensor, library
 
+from kernels.common.dtypes import accumulator
 from kernels.common.registering import define, no_second_derivative, rows_of
 
 _SAVED = "Tensor x, Tensor weight, Tensor mean, Tensor rstd"
@@ -20,7 +21,7 @@ _library = define(
 
 @library.register_fake("layer_norm::forward")
 def _(x, weight, bias, eps):
-    mean = x.new_empty((x.shape[0], 1), dtype=torch.promote_types(x.dtype, torch.float32))
+    mean = x.new_empty((x.shape[0], 1), dtype=accumulator(x.dtype))
     return torch.empty_like(x), mean, torch.empty_like(mean)
 
 

@@ -9,6 +9,7 @@ N tokens, D inputs, C outputs.
 import torch
 from torch import Tensor, library
 
+from kernels.common.dtypes import accumulator
 from kernels.common.registering import define, no_second_derivative, rows_of
 
 _library = define("linear", forward="(Tensor x, Tensor weight, Tensor bias, Tensor? residual) -> Tensor")
@@ -43,7 +44,7 @@ def _(dout, x, dtype):
 
 def bias_gradient(dout: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the sum of dout (N, C) over its rows, (C,), computed in fp32 or more and rounded to `dtype`."""
-    return dout.sum(0, dtype=torch.promote_types(dout.dtype, torch.float32)).to(dtype)
+    return dout.sum(0, dtype=accumulator(dout.dtype)).to(dtype)
 
 
 def apply_to_rows(

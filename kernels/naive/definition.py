@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.common.checks import check_documents
+from kernels.common.dtypes import accumulator
 from kernels.common.registering import no_second_derivative
 
 
@@ -45,8 +46,8 @@ class _StandardAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, seen, scale, keep, keep_scale):
-        accumulator = torch.promote_types(q.dtype, torch.float32)
-        S = _product(q, k.mT, accumulator) * scale
+        wide = accumulator(q.dtype)
+        S = _product(q, k.mT, wide) * scale
         if seen is not None:
             S = S.masked_fill(~seen, float("-inf"))
         P = S.softmax(dim=-1).to(q.dtype)
@@ -55,17 +56,17 @@ class _StandardAttention(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, P, keep)
         ctx.scales = scale, keep_scale
         kept = P if keep is None else P * keep
-        return (_product(kept, v, accumulator) * keep_scale).to(q.dtype)
+        return (_product(kept, v, wide) * keep_scale).to(q.dtype)
 
     @staticmethod
     @no_second_derivative("naive", "attention=sdpa attention.backend=math")
     def backward(ctx, dO):
         q, k, v, P, keep = ctx.saved_tensors
         scale, keep_scale = ctx.scales
-        accumulator = torch.promote_types(q.dtype, torch.float32)
+        wide = accumulator(q.dtype)
         kept = P if keep is None else P * keep
-        dV = (_product(kept.mT, dO, accumulator) * keep_scale).to(q.dtype)
-        dP = _product(dO, v.mT, accumulator)
+        dV = (_product(kept.mT, dO, wide) * keep_scale).to(q.dtype)
+        dP = _product(dO, v.mT, wide)
         if keep is not None:
             dP = dP * keep * keep_scale
         dS = (P * (dP - (P * dP).sum(-1, keepdim=True)) * scale).to(q.dtype)
