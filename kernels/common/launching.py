@@ -92,3 +92,8 @@ def fits_tma(arch: str, dtype: torch.dtype, strides: tuple[int, ...]) -> bool:
 def triton_version() -> tuple[int, int]:
     major, minor = triton.__version__.split(".")[:2]
     return int(major), int(minor)
+
+
+def runs_gluon(arch: str, dtype: torch.dtype) -> bool:
+    """Return whether the warp-specialised kernels can run: on sm_90, by Triton 3.6 or later, in 16 bits."""
+    return arch == "sm_90" and triton_version() >= (3, 6) and dtype.itemsize == 2

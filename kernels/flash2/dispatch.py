@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kernels.common.launching import arch_of, are_aligned, fits_tma, triton_version, uses_tma
+from kernels.common.launching import arch_of, are_aligned, fits_tma, runs_gluon, uses_tma
 from kernels.flash2.options import Options
 from kernels.flash2.tiles import (
     HopperBackwardConfig,
@@ -34,9 +34,7 @@ def uses_hopper_kernels(pass_: str, arch: str, head_dim: int, dtype: torch.dtype
     because they were measured to be faster there. The plain kernels do the rest, and dQ of a deterministic backward.
     """
     banded = options.window > 0 or options.documents is not None
-    if options.blocks is not None or (banded and options.dropout_p > 0):
-        return False
-    if arch != "sm_90" or triton_version() < (3, 6) or dtype.itemsize != 2:
+    if not runs_gluon(arch, dtype) or options.blocks is not None or (banded and options.dropout_p > 0):
         return False
     return hopper_config_for(pass_, head_dim, _mask_of(options), _length_of(seq_k, options)) is not None
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.common.launching import arch_of, are_aligned, triton_version
+from kernels.common.launching import arch_of, are_aligned, runs_gluon
 
 TILE = 128, 256  # rows and columns that a program of product.py computes at a time
 MULTIPROCESSORS = 132  # of an H200 or an H100 SXM
@@ -14,7 +14,7 @@ def is_fused(rows: int, columns: int, depth: int, dtype: torch.dtype, arch: str)
 
     It needs sm_90, Triton 3.6 or later, a 16-bit dtype, rows in units of 16 bytes, and a tile per multiprocessor.
     """
-    if arch != "sm_90" or triton_version() < (3, 6) or dtype.itemsize != 2:
+    if not runs_gluon(arch, dtype):
         return False
     return columns % 8 == 0 and depth % 8 == 0 and -(-rows // TILE[0]) * -(-columns // TILE[1]) >= MULTIPROCESSORS
 

@@ -15,7 +15,7 @@ DROPOUT = WHOLE._replace(dropout_p=0.1)
 @pytest.fixture(autouse=True)
 def new_triton(monkeypatch):
     """Apply the rules of a Triton that supports the warp-specialised kernels, whichever is installed."""
-    monkeypatch.setattr(dispatch, "triton_version", lambda: (3, 6))
+    monkeypatch.setattr(launching, "triton_version", lambda: (3, 6))
 
 
 @pytest.mark.parametrize(
@@ -97,5 +97,5 @@ def test_a_window_in_a_long_sequence_gets_the_tiles_of_a_sequence_of_its_length(
 
 
 def test_an_older_triton_gets_the_plain_kernels(monkeypatch):
-    monkeypatch.setattr(dispatch, "triton_version", lambda: (3, 5))
+    monkeypatch.setattr(launching, "triton_version", lambda: (3, 5))
     assert not dispatch.uses_hopper_kernels("backward", "sm_90", 64, BF16, 1024, WHOLE)

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import library
 
+from kernels.common import launching
 from kernels.gelu import definition, gelu_mlp, launch, triton_kernels
 from kernels.hopper import selection
 from tests.kernels.accuracy import is_rounded
@@ -184,7 +185,7 @@ def test_the_operators_are_well_formed():
 
 
 def test_only_whole_tiles_and_enough_work_are_fused(monkeypatch):
-    monkeypatch.setattr(selection, "triton_version", lambda: (3, 6))
+    monkeypatch.setattr(launching, "triton_version", lambda: (3, 6))
     shape = 131072, 3072, 768, torch.bfloat16
     assert selection.is_fused(*shape, "sm_90")
     assert not selection.is_fused(*shape, "sm_100") and not selection.is_fused(*shape[:3], torch.float32, "sm_90")
