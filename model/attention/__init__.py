@@ -88,12 +88,7 @@ def check_attention(
     """
     attention = build_attention(config)
     attention.check_length(context_length)
-    if device.type == "cpu" and not attention.runs_on_cpu:
-        raise UserError(f"{config} does not run on a CPU; use attention=flash2 or set device=cuda")
-    asked = [("dropout_p", dropout_p, "model.dropout=0"), ("cu_seqlens", documents, "data.document_mask=false")]
-    for keyword, is_asked, remedy in asked:
-        if is_asked and keyword not in attention.keywords:
-            raise UserError(f"{config} does not accept {keyword}; set {remedy} or use attention=flash2")
+    _check_options(config, attention, device, dropout_p, documents)
     heads, kv_heads, length = 2 * groups, 2, min(context_length, MOST_TOKENS)
     packed = torch.randn(1, length, (heads + 2 * kv_heads) * head_dim, device=device, dtype=dtype, requires_grad=True)
     options = {"causal": True, "scale": 1.0, "dropout_p": dropout_p}
@@ -109,15 +104,7 @@ def check_attention(
     if groups > 1 and config.name not in BUILT_IN:  # the built-in variants all share heads
         remedy += ", such as naive, sdpa or flash2, or set model.n_kv_head=null"
     try:
-        inputs = split_projection(packed, heads, kv_heads)
-        for x in inputs:
-            x.retain_grad()
-        out = _run_once(attention, *inputs, **options)
-        if not out.requires_grad:
-            raise ValueError("the output has no gradient; wrap a kernel in torch.autograd.Function")
-        out.backward(torch.ones_like(out))
-        if missing := [name for name, x in zip("qkv", inputs, strict=True) if x.grad is None]:
-            raise ValueError(f"the output has no gradient for {missing[0]}; return one from the backward pass")
+        _train_once(attention, split_projection(packed, heads, kv_heads), **options)
         if sampling:
             keys = max(length - 1, 1)  # Samples have any number of keys.
             task = f"sample with one query, {keys} keys and causal=False"
@@ -128,6 +115,30 @@ def check_attention(
         if is_of_memory(error):  # the remedies are others
             raise
         raise UserError(f"{config} cannot {task} ({attention.explain(error)}); {remedy}") from error
+
+
+def _check_options(
+    config: AttentionConfig, attention: Attention, device: torch.device, dropout_p: float, documents: bool
+) -> None:
+    """Refuse a device or an option that the variant says it does not support."""
+    if device.type == "cpu" and not attention.runs_on_cpu:
+        raise UserError(f"{config} does not run on a CPU; use attention=flash2 or set device=cuda")
+    asked = [("dropout_p", dropout_p, "model.dropout=0"), ("cu_seqlens", documents, "data.document_mask=false")]
+    for keyword, is_asked, remedy in asked:
+        if is_asked and keyword not in attention.keywords:
+            raise UserError(f"{config} does not accept {keyword}; set {remedy} or use attention=flash2")
+
+
+def _train_once(attention: Attention, inputs: tuple[Tensor, Tensor, Tensor], **options) -> None:
+    """Run forward and backward; raise a ValueError if q, k or v gets no gradient."""
+    for x in inputs:
+        x.retain_grad()
+    out = _run_once(attention, *inputs, **options)
+    if not out.requires_grad:
+        raise ValueError("the output has no gradient; wrap a kernel in torch.autograd.Function")
+    out.backward(torch.ones_like(out))
+    if missing := [name for name, x in zip("qkv", inputs, strict=True) if x.grad is None]:
+        raise ValueError(f"the output has no gradient for {missing[0]}; return one from the backward pass")
 
 
 def _run_once(attention: Attention, q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
