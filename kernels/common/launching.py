@@ -90,6 +90,7 @@ def fits_tma(arch: str, dtype: torch.dtype, strides: tuple[int, ...]) -> bool:
 
 @cache
 def triton_version() -> tuple[int, int]:
+    """Return Triton's major and minor version."""
     major, minor = triton.__version__.split(".")[:2]
     return int(major), int(minor)
 

@@ -48,10 +48,13 @@ def flash1(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, dropout_p: float = 0.0,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return softmax(Q K^T scale) V by FlashAttention's Algorithm 1, which never holds all scores.
+    """Return softmax(Q K^T scale) V by FlashAttention (Dao et al., 2022, Algorithms 1, 2 and 4).
 
-    q is (B, T, H, D), k and v are (B, S, G, D) with H a multiple of G; the output is (B, T, H, D), contiguous. Inputs,
-    masks and errors are as in flash2.
+    Neither pass stores the scores. q is (B, T, H, D), k and v are (B, S, G, D) with H a multiple of G; the output is
+    (B, T, H, D), contiguous. flash2 explains the inputs and the masks.
+
+    Raises:
+        ValueError: a shape, dtype, device or option that flash2 refuses too.
     """
     check_inputs("flash1", q, k, v, scale, dropout_p, cu_seqlens)
     numbers = dropout.draw(q.shape[0], q.shape[2], q.shape[1], k.shape[1], q.device) if dropout_p else None

@@ -35,6 +35,7 @@ class Listed(NamedTuple):
     ragged: bool
 
     def to(self, device: torch.device | str) -> "Listed":
+        """Return the same lists on `device`."""
         return self._replace(lists=self.lists.to(device))
 
 

@@ -78,8 +78,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Run Algorithm 2: return dQ, dK and dV in the inputs' shapes and dtypes, from dO (B, T, H, D) and dL (B, H, T).
 
-    dL may be None. As dL / dS = P, it adds P o dL to dS = P o (dP - D), so it is subtracted from D. The computation is
-    always deterministic.
+    dL may be None. The derivative of the logsumexp by S is P, so dL adds P o dL to dS = P o (dP - D). The function
+    therefore subtracts dL from D. The computation is always deterministic.
     """
     options = Options(*options)
     dropout_p, numbers = options.dropout_p, options.numbers

@@ -31,7 +31,8 @@ def uses_hopper_kernels(pass_: str, arch: str, head_dim: int, dtype: torch.dtype
 
     They need sm_90, Triton 3.6 or later, 16-bit inputs that TMA can read (the caller checks uses_tma), and no blocks.
     Windows and documents exclude dropout. They run for the head sizes, masks and lengths that have rows in tiles.json,
-    because they were measured to be faster there. The plain kernels do the rest, and dQ of a deterministic backward.
+    because they were measured to be faster there. The plain kernels do the rest. They also compute dQ if the Hopper
+    backward is not fused.
     """
     banded = options.window > 0 or options.documents is not None
     if not runs_gluon(arch, dtype) or options.blocks is not None or (banded and options.dropout_p > 0):

@@ -95,12 +95,13 @@ def flash2(
     return_lse: bool = False,
     deterministic: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return softmax(Q K^T scale) V by FlashAttention-2: neither pass stores the scores.
+    """Return softmax(Q K^T scale) V by FlashAttention-2 (Dao, 2023, Algorithms 1 and 2).
 
-    q is (batch, seq_q, heads, head_dim), k and v are (batch, seq_k, kv_heads, head_dim). heads is a multiple of
-    kv_heads, and head_dim is from 16 to 256. The dtype is float32, float16 or bfloat16, or float64 on a CPU. Strided
-    views, for example parts of one packed projection, are read in place if the last dimension has unit stride, and
-    copied otherwise. The output is (batch, seq_q, heads, head_dim), contiguous, in q's dtype.
+    Neither pass stores the scores. q is (batch, seq_q, heads, head_dim), k and v are (batch, seq_k, kv_heads,
+    head_dim). heads is a multiple of kv_heads, and head_dim is from 16 to 256. The dtype is float32, float16 or
+    bfloat16, or float64 on a CPU. Strided views, for example parts of one packed projection, are read in place if the
+    last dimension has unit stride, and copied otherwise. The output is (batch, seq_q, heads, head_dim), contiguous, in
+    q's dtype.
 
     Args:
         causal: align the mask at the bottom right: query i sees the keys up to i + seq_k - seq_q. A query without a key

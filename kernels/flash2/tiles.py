@@ -125,6 +125,7 @@ def mask_of(causal: bool, dropout: bool) -> str:
 
 @cache
 def read_table() -> dict[str, list[dict]]:
+    """Return the rows of tiles.json by section."""
     return json.loads(TABLE.read_text())
 
 

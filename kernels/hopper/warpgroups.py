@@ -91,6 +91,7 @@ def hide(x, bound, AFTER: gl.constexpr):
 
 @cache
 def multiprocessors(device: torch.device) -> int:
+    """Return the number of multiprocessors of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

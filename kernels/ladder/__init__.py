@@ -2,6 +2,14 @@
 
 Each step is one module of at most 90 lines with one new idea. Its docstring says the idea, the expected gain and the
 counter to look at. FORWARD and BACKWARD list the steps in order.
+
+A forward step has forward(q, k, v, causal), which returns the output. A backward step has backward(dout, q, k, v, out,
+logsumexp, causal), which returns dq, dk and dv. The scale of the scores is 1 / sqrt(D).
+
+- q, k and v are (B, T, H, D) in bf16 or fp16, with T a multiple of 128 and D 64 or 128. All three have the same strides
+  (T s, s, D, 1), for example as contiguous tensors (s = H D) or as parts of one packed projection (s = 3 H D).
+- out and dout are shaped and typed like q. All results have the same shape and dtype. All of these are contiguous.
+- logsumexp (B, H, T), fp32 and contiguous, is the natural logsumexp of the scaled scores.
 """
 
 from importlib import import_module

@@ -18,7 +18,7 @@ def _delta_kernel(dout, out, delta, T, H, ROWS: tl.constexpr, D: tl.constexpr):
 
 
 def delta_of(dout: Tensor, out: Tensor) -> Tensor:
-    """Return rowsum(dout * out), (B, H, T) fp32, for contiguous (B, T, H, D) inputs."""
+    """Return rowsum(dout * out), (B, H, T) fp32, for contiguous (B, T, H, D) inputs; T is a multiple of 64."""
     batch, length, heads, head_dim = out.shape
     delta = torch.empty((batch, heads, length), dtype=torch.float32, device=out.device)
     _delta_kernel[(length // ROWS, batch * heads)](dout, out, delta, length, heads, ROWS, head_dim)

@@ -19,7 +19,7 @@ HIDDEN = -1e30  # finite: for -inf, the S - m of a row without a visible key wou
 
 
 def ignore(**state) -> None:
-    pass
+    """Do nothing: the default `watch`."""
 
 
 def block_sizes(M: int, d: int) -> tuple[int, int]:

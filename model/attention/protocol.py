@@ -57,7 +57,7 @@ class Attention:
         return 1.0
 
     def check_length(self, context_length: int) -> None:
-        """Raise a UserError if sequences of context_length tokens are too long."""
+        """Raise a UserError if the variant cannot run sequences of context_length tokens."""
 
     def explain(self, error: Exception) -> str:
         """Return in a few words why a call failed."""

@@ -11,8 +11,8 @@ host.py launches three kernels:
   compute (tile.py).
 - finish.py, finish_kernel: scale and round the accumulator to dQ.
 
-The additions to dQ have no fixed order, so the last bits of dQ may differ from call to call; dK and dV do not. For a
-deterministic backward FUSED is false, and the plain kernel computes dQ.
+The additions to dQ have no fixed order, so the last bits of dQ may differ from call to call; dK and dV do not. FUSED is
+false for a deterministic backward, and for heads of 128 with dropout (tiles.json). The plain kernel then computes dQ.
 
 If q, k and v contain a bias, its gradient is the sum of their gradients over the tokens. finish_kernel sums dQ. The sum
 of dV = P^T dO equals the sum of dO, because the rows of P add up to one; delta_kernel computes it. The sum of dK is

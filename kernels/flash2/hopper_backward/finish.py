@@ -15,7 +15,7 @@ from kernels.flash2.hopper_backward.statistics import rows_of
 def in_register_order(x, M: gl.constexpr, D: gl.constexpr, WARPS_M: gl.constexpr, WARPS_N: gl.constexpr):
     """Return x [M, D] as [M * D] in the order of the registers that hold it: four floats a thread, 32 threads, warps.
 
-    Stores in this order are wide and free of bank conflicts. Only finish_kernel needs to know it.
+    Stores in this order are wide and free of bank conflicts. Only finish_kernel has to know this order.
     """
     # A row is (block of all warps, warp, half, row of 8), a column is (warp, block of 8, thread, column of 2).
     x = x.reshape([M // (16 * WARPS_M), WARPS_M, 2, 8, WARPS_N, D // WARPS_N // 8, 4, 2])
