@@ -145,21 +145,30 @@ def _peak_flops(compute: Compute) -> float | None:
     return peak_flops(torch.cuda.get_device_name(compute.device), compute.dtype) if on_gpu else None
 
 
-def open_logs(folder: Path, compute: Compute, changes: dict[str, list], **options) -> Loggers:
-    """Start the first process's loggers (see start_loggers), save config.yaml, and link outputs/latest.
+def open_logs(
+    folder: Path,
+    compute: Compute,
+    changes: dict[str, list],
+    *,
+    run_config: dict[str, Any],
+    resumed_step: int | None,
+    **options,
+) -> Loggers:
+    """Start the first process's loggers, save config.yaml, and link outputs/latest. The other processes log nothing.
 
-    The other processes log nothing. config.yaml has the newest settings. A comment above them names the settings that a
-    resumed run changed, here `changes`.
+    config.yaml has the newest settings, run_config. A comment above them names the settings that a run resumed at
+    resumed_step changed, here `changes`. `options` are further arguments of start_loggers.
     """
 
     def start() -> Loggers:
-        path, step = folder / "config.yaml", options["resumed_step"]
-        earlier = path.read_text(encoding="utf-8").splitlines() if path.exists() and step is not None else []
-        notes = [line for line in earlier if (found := NOTE.match(line)) and int(found[1]) < step]
-        notes += [f"# changed after step {step}: {describe_changes(changes)}"] if changes else []
-        settings = OmegaConf.to_yaml(OmegaConf.create(options["run_config"]))
+        path = folder / "config.yaml"
+        earlier = path.read_text(encoding="utf-8").splitlines() if path.exists() and resumed_step is not None else []
+        notes = [line for line in earlier if (found := NOTE.match(line)) and int(found[1]) < resumed_step]
+        notes += [f"# changed after step {resumed_step}: {describe_changes(changes)}"] if changes else []
+        settings = OmegaConf.to_yaml(OmegaConf.create(run_config))
         write_text(path, "".join(f"{note}\n" for note in notes) + settings)
-        loggers = start_loggers(folder, has_mfu=_peak_flops(compute) is not None, **options)
+        own = {"run_config": run_config, "resumed_step": resumed_step, "has_mfu": _peak_flops(compute) is not None}
+        loggers = start_loggers(folder, **own, **options)
         link_latest(folder, loggers.message)  # after the loggers, because wandb can refuse the run
         return loggers
 
