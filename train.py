@@ -98,7 +98,8 @@ def train(config: Config, resumed: State | None, world: World = ALONE) -> StopRe
             checkpoints.check_best(state)
             watch = Watch(state, config.train, checkpoints, folder / "replay", log.message, world)
             loop(config, state, tokens, compute, checkpoints, watch, log, stop)
-            text = "" if stop.signal else sample(model, tokens, config.train, compute) + "\n\n"
+            # The processes must agree, because they sample together: a signal may reach one of them first.
+            text = "" if stop.is_requested() else sample(model, tokens, config.train, compute) + "\n\n"
             places, seconds = (folder, checkpoints.newest), time.monotonic() - began
             commands = next_commands(config, *places, is_stopped=stop.signal is not None)
             log.summary(text + last_words(state, watch.loss, stop.signal, seconds, *places, commands))

@@ -82,6 +82,13 @@ def terminated(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(Checkpoints, "save_if_best", at_call(1, lambda: os.kill(os.getpid(), signal.SIGTERM), save))
 
 
+def terminated_late(patch: pytest.MonkeyPatch) -> None:
+    """Send SIGTERM to the second process after the last step."""
+    save = Checkpoints.save_last
+    if os.environ["RANK"] == "1":
+        patch.setattr(Checkpoints, "save_last", at_call(1, lambda: os.kill(os.getpid(), signal.SIGTERM), save))
+
+
 def before_writing(patch: pytest.MonkeyPatch, step: int, act: Callable[[Callable], str]) -> None:
     """Replace the writing of this process's part of the checkpoint of `step` by `act`, which gets the original."""
     write = sharded._write_part
@@ -198,6 +205,7 @@ FAULTS = {
     "unreadable": unreadable,
     "slow_unreadable": unreadable_while_slow,
     "terminated": terminated,
+    "late": terminated_late,
     "slow": slow,
     "full": full_disk,
     "stopped": full_disk,

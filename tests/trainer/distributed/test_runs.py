@@ -52,6 +52,7 @@ def runs(tmp_path_factory) -> Path:
             f"fsdp {GLOBAL} parallel=fsdp train.activation_checkpointing=full",
             f"ddp_after_fsdp {after_fsdp} parallel=ddp",
             f"terminated {GLOBAL} parallel=fsdp checkpoint.interval=100",
+            f"late {GLOBAL} parallel=fsdp train.sample_tokens=5",
             f"slow {each_2}",
             f"full {each_2} checkpoint.on_error=continue",
             f"stopped {each_2}",
@@ -150,6 +151,14 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step(runs):
     places = [f"checkpoint.resume={path}", f"hydra.run.dir={runs / 'terminated'}"]
     assert words[:2] == ["torchrun", "--nproc_per_node=2"] and words[2].endswith("train.py")
     assert [word.replace("=", f"={runs}/") if f"={runs}" not in word else word for word in words[3:]] == places
+
+
+def test_a_signal_to_one_process_after_the_last_step_stops_all(runs):
+    """Otherwise the other process would wait for this one to sample."""
+    assert [step for step, *_ in curve(runs / "late")] == [1, 2, 3, 4, 5, 6]
+    code, *lines = (runs / "late" / "out.txt").read_text().splitlines()
+    assert code == "143" and any(line.startswith("stopped     SIGTERM after step 6, ") for line in lines)
+    assert "a sample:" not in lines
 
 
 @pytest.mark.parametrize("folder", ["unreadable", "slow_unreadable"])
