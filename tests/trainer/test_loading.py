@@ -3,7 +3,12 @@
 import pytest
 import torch
 
+from model.gpt2 import ModelConfig
 from tests.e2e import TINY, load, run, train, write_tokens
+from trainer.checkpoint.config import CheckpointConfig
+from trainer.checkpoint.files import write_file
+from trainer.checkpoint.load import load_resumed
+from trainer.loading import read_shape
 
 pytest_plugins = ["tests.e2e"]
 STILL = ("optimizer.lr=0", "optimizer.min_lr=0", "train.max_steps=1", "data.dir=other")
@@ -39,3 +44,14 @@ def test_a_run_is_fine_tuned_on_other_data(trained, other):
 def test_what_does_not_fit_a_run_is_refused(trained, other, setting, words):
     outcome = run("train.py", *TINY, f"model.pretrained={trained}", *STILL, setting)
     assert outcome.code == 2 and words in outcome.err
+
+
+@pytest.mark.parametrize(("rank", "lines"), [(0, 2), (1, 0)])
+def test_only_the_first_process_tells_that_a_checkpoint_is_damaged(trained, tmp_path, monkeypatch, capsys, rank, lines):
+    write_file(tmp_path / "step-00000030.pt", load(trained / "checkpoints/step-00000030.pt"))
+    (tmp_path / "step-00000040.pt").write_bytes(b"")
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    read_shape(str(tmp_path), ModelConfig(context_length=32), "byte")
+    load_resumed(CheckpointConfig(resume=str(tmp_path)), tmp_path, is_given=True)
+    assert capsys.readouterr().out.count("step-00000040.pt is not a readable checkpoint") == lines

@@ -10,7 +10,7 @@ from trainer.checkpoint.config import CheckpointConfig
 from trainer.checkpoint.files import CheckpointError, State
 from trainer.checkpoint.folder import candidates, find, read_checked
 from trainer.checkpoint.sharded import read_parts
-from trainer.distributed.world import World, is_of_submitit, restarts, started
+from trainer.distributed.world import World, is_of_submitit, print_in_first, restarts
 from trainer.loggers.base import describe_changes
 
 SHAPE = ("context_length", "n_layer", "n_head", "n_kv_head", "n_embd", "vocab_size")
@@ -31,7 +31,9 @@ def sizes_of(model_config: dict[str, object]) -> dict[str, object]:
     return {key: sizes[key] for key in SHAPE}
 
 
-def load(source: str | Path, key: str = "checkpoint", tell: Callable[[str], None] = print, whole: bool = True) -> State:
+def load(
+    source: str | Path, key: str = "checkpoint", tell: Callable[[str], None] = print_in_first, whole: bool = True
+) -> State:
     """Return the state in a checkpoint or in the newest complete one of a folder, on the CPU, with its "path".
 
     Errors name the setting `key`. `tell` prints which newer checkpoints are damaged. With whole=False, the tensors of a
@@ -70,9 +72,9 @@ def load_resumed(settings: CheckpointConfig, output: Path, is_given: bool) -> St
     `is_given` says that the folder `output` is the same at the next start. The processes have not joined yet, because
     the checkpoint holds the settings for joining.
     """
-    source, folder, is_first = settings.resume, settings.folder(output), started()[0] == 0
-    if source != "auto" and restarts() and is_first:
-        print(
+    source, folder = settings.resume, settings.folder(output)
+    if source != "auto" and restarts():
+        print_in_first(
             "torchrun restarted the processes, and this run begins again; hydra.run.dir=FOLDER checkpoint.resume=auto "
             "continues from the newest checkpoint"
         )
@@ -86,7 +88,7 @@ def load_resumed(settings: CheckpointConfig, output: Path, is_given: bool) -> St
         source = folder if find(folder) else None
     if source is None:
         return None
-    return load(source, key="checkpoint.resume", tell=print if is_first else lambda text: None, whole=False)
+    return load(source, key="checkpoint.resume", whole=False)
 
 
 def check_shared(state: State | None, world: World) -> None:

@@ -173,6 +173,12 @@ def started_on_node() -> int:
     return _variable("LOCAL_WORLD_SIZE", 1)
 
 
+def print_in_first(text: str) -> None:
+    """Print a note, unless this process is one of several and not the first of them."""
+    if started()[0] == 0:
+        print(text)
+
+
 def _variable(key: str, default: int | None = None) -> int:
     """Return the number in an environment variable, which torchrun or srun sets."""
     value = os.environ.get(key, default)
