@@ -12,7 +12,7 @@ from model.gpt2 import GPT2, ModelConfig
 from model.huggingface import find_pretrained, is_pretrained, load_pretrained, read_config, with_sizes
 from trainer.checkpoint.files import State
 from trainer.checkpoint.folder import find
-from trainer.checkpoint.load import load, of_this_version
+from trainer.checkpoint.load import load, of_this_version, restore_pattern_of
 
 
 def model_of(
@@ -124,6 +124,7 @@ def load_model(
     path = Path(source)
     if path.exists() and not is_pretrained(path):
         state = load(path)
+        restore_pattern_of(state)
         if not any_pairs and not _is_sparse_alike(attention, state):
             raise UserError(
                 f"checkpoint={source} was trained with {sparsity_setting(state)}, but attention={attention.name} "

@@ -96,7 +96,7 @@ def _causal_pairs(seq_len: int) -> int:
 
 
 _of_checkpoints: dict[str, Tensor] = {}
-"""The matrices of the checkpoints that this process has loaded, by the path of their file."""
+"""The matrices of the checkpoints that this process continues or uses, by the path of their file."""
 
 
 def restore_pattern(path: str, matrix: Tensor) -> bool:

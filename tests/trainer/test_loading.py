@@ -1,5 +1,6 @@
 """model.pretrained=RUN: training on other data from the weights of a run of this trainer."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -44,6 +45,21 @@ def test_a_run_is_fine_tuned_on_other_data(trained, other):
 def test_what_does_not_fit_a_run_is_refused(trained, other, setting, words):
     outcome = run("train.py", *TINY, f"model.pretrained={trained}", *STILL, setting)
     assert outcome.code == 2 and words in outcome.err
+
+
+def test_a_new_run_from_the_weights_of_another_has_its_own_pattern(workplace):
+    """The file has changed since the other run. A continued run keeps its matrix."""
+    own = ("model.context_length=256", "attention=block_sparse", "attention.pattern=mine.npy")
+    before, after = np.eye(2, dtype=bool), np.tri(2, dtype=bool)
+    np.save("mine.npy", before)
+    train("old", "train.max_steps=1", *own).ok()
+    np.save("mine.npy", after)
+    tuned = train("tuned", "train.max_steps=1", "model.pretrained=old", *own).ok()
+    assert (load("tuned/checkpoints/step-00000001.pt")["pattern"].numpy() == after).all()
+    assert "has changed" not in tuned.out
+    continued = train("old", "train.max_steps=2", "checkpoint.resume=old", *own).ok()
+    assert (load("old/checkpoints/step-00000002.pt")["pattern"].numpy() == before).all()
+    assert "attention.pattern=mine.npy has changed; using the matrix in" in continued.out
 
 
 @pytest.mark.parametrize(("rank", "lines"), [(0, 2), (1, 0)])

@@ -52,11 +52,6 @@ def load(
         if refused:
             tell(f"{', '.join(map(str, refused))}; using {path} instead")
         state["path"] = str(path)
-        if state.get("pattern") is not None:  # it takes the place of the file that attention.pattern names
-            with of_this_version(state):
-                pattern = state["config"]["attention"]["pattern"]
-                if restore_pattern(pattern, state["pattern"]):
-                    tell(f"attention.pattern={pattern} has changed; using the matrix in {path}")
         return state
     if refused:
         raise UserError(f"{', '.join(map(str, refused))}; give another one with {key}=...")
@@ -64,6 +59,18 @@ def load(
         f"{key}={source} is neither a checkpoint nor a folder of checkpoints; give a step-*.pt or its folder"
         f"{', or null to start a new run' if key == 'checkpoint.resume' else ''}"
     )
+
+
+def restore_pattern_of(state: State) -> None:
+    """Let the checkpoint's matrix take the place of the file that its attention.pattern names.
+
+    Call this if the run continues or the model is used. A new run from the weights has its own pattern.
+    """
+    if state.get("pattern") is not None:
+        with of_this_version(state):
+            pattern = state["config"]["attention"]["pattern"]
+            if restore_pattern(pattern, state["pattern"]):
+                print_in_first(f"attention.pattern={pattern} has changed; using the matrix in {state['path']}")
 
 
 def load_resumed(settings: CheckpointConfig, output: Path, is_given: bool) -> State | None:
@@ -88,7 +95,9 @@ def load_resumed(settings: CheckpointConfig, output: Path, is_given: bool) -> St
         source = folder if find(folder) else None
     if source is None:
         return None
-    return load(source, key="checkpoint.resume", whole=False)
+    state = load(source, key="checkpoint.resume", whole=False)
+    restore_pattern_of(state)
+    return state
 
 
 def check_shared(state: State | None, world: World) -> None:
