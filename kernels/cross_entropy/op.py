@@ -22,6 +22,11 @@ _library.define(
 )
 
 
+def part_size(tokens: int) -> int:
+    """Return the most tokens whose logits exist at a time."""
+    return min(max(-(-tokens // PARTS), PART_TOKENS[0]), PART_TOKENS[1])
+
+
 def _linear(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, gradient: bool) -> tuple:
     """Return the sum of the losses and its gradients by hidden and weight (empty without `gradient`)."""
     kernels = implementation("cross_entropy", hidden.device.type)
@@ -30,7 +35,7 @@ def _linear(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, gr
     dweight.zero_()
     with torch.autocast(hidden.device.type, enabled=False):
         matrix = weight.to(hidden.dtype)
-        size = min(max(-(-len(hidden) // PARTS), PART_TOKENS[0]), PART_TOKENS[1])
+        size = part_size(len(hidden))
         logits = hidden.new_empty((min(size, len(hidden)), len(weight)))
         for start in range(0, len(hidden), size):
             part = slice(start, min(start + size, len(hidden)))

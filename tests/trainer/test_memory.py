@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from data.loader import TrainLoader
-from model.attention import NaiveConfig
+from model.attention import Flash2Config, NaiveConfig
 from model.gpt2 import GPT2, ModelConfig
 from tests.e2e import train
 from trainer import memory
@@ -80,7 +80,7 @@ def test_one_of_several_processes_names_its_share(parallel, own, remedy):
 
 @pytest.mark.parametrize(
     ("limit", "batch_size", "told"),
-    [("max", 8, False), ("max", 256, True), ("3000000000", 8, False), ("1100000000", 8, True)],
+    [("max", 8, False), ("max", 2048, True), ("3000000000", 8, False), ("1100000000", 8, True)],
 )
 def test_a_step_that_a_cpu_may_lack_the_memory_for_is_told_before(tmp_path, monkeypatch, limit, batch_size, told):
     """6 GB are free on the machine. A step of 8 sequences needs 0.2 GB, and 1 GB is in use."""
@@ -94,3 +94,24 @@ def test_a_step_that_a_cpu_may_lack_the_memory_for_is_told_before(tmp_path, monk
     )
     remarks = list(memory_remarks(model, TrainConfig(batch_size=batch_size), compute_of(1, "none")))
     assert bool(remarks) == told and all("are free: the system may end this run without" in x for x in remarks)
+
+
+@pytest.mark.parametrize(
+    ("n_layer", "context_length", "batch_size", "vocab_size", "kind", "measured"),
+    [
+        (4, 256, 8, 50257, "none", 1.52),
+        (12, 512, 16, 256, "selective", 1.57),
+        (12, 512, 16, 256, "full", 0.91),
+    ],
+)
+def test_the_estimate_is_near_the_measured_peak(
+    monkeypatch, n_layer, context_length, batch_size, vocab_size, kind, measured
+):
+    """The peaks are GiB above the model, of two steps with AdamW in a process of its own."""
+    monkeypatch.setattr(memory, "free_host_memory", lambda: 0)
+    sizes = {"n_layer": n_layer, "context_length": context_length, "vocab_size": vocab_size}
+    with torch.device("meta"):
+        model = GPT2(ModelConfig(n_head=4, n_embd=256, **sizes), Flash2Config().build(), kind)
+    settings = TrainConfig(batch_size=batch_size, activation_checkpointing=kind)
+    (remark,) = memory_remarks(model, settings, compute_of(1, "none"))
+    assert float(re.search(r"needs about (\S+) GiB", remark)[1]) == pytest.approx(measured, rel=0.15)
