@@ -62,13 +62,17 @@ class Checkpoints:
     def save_if_best(self, state: TrainState, row: dict[str, float]) -> None:
         """Save the state as the best one if the row has the lowest validation loss so far. Raises like `save`.
 
-        Losses of evaluations with other settings do not count. Call this after the row is logged: a run that is resumed
-        from the checkpoint does not log the row again.
+        Losses of evaluations with other settings do not count, nor does a loss whose state is not saved with
+        checkpoint.on_error=continue. A store that writes in the background learns only at its next `settle` that the
+        disk refuses, and then the loss still counts. Call this after the row is logged: a run that is resumed from the
+        checkpoint does not log the row again.
         """
         loss = row.get("val/loss", math.inf)
         if loss < (math.inf if begins_new_best(state) else state.best_loss):
+            saved = state.best_loss, state.best_step, state.best_evaluation
             state.best_loss, state.best_step, state.best_evaluation = loss, state.step, evaluation_of(state)
-            self._attempt(state, partial(self._store.save, best=True))
+            if self._attempt(state, partial(self._store.save, best=True)) is None:
+                state.best_loss, state.best_step, state.best_evaluation = saved
 
     def check_best(self, state: TrainState) -> None:
         """Print a note if the next evaluation begins a new best, because its settings have changed."""
