@@ -1,7 +1,6 @@
 """Train a GPT-2 whose attention is one switch: python train.py attention=flash2 (help: python train.py --help).
 
-Read it from top to bottom: main joins the processes, train assembles a run, loop takes the steps, train_step and
-micro_step show forward, backward, clip and step.
+Read it from top to bottom: main joins the processes, train assembles a run, loop takes steps, train_step shows a step.
 """
 
 import time
@@ -141,7 +140,8 @@ def loop(
         state.step += 1
         if meter.step():  # the first step
             if state.step < settings.max_steps:
-                step = capture(step, state.model, config.model.context_length, settings, compute)
+                with meter.excluded():
+                    step = capture(step, state.model, config.model.context_length, settings, compute)
             seconds, as_graphs = time.perf_counter() - began, not isinstance(step, partial)
             log.message(first_step_message(seconds, settings, compute, as_graphs))
         with log.row(state.step, state.tokens) as row:

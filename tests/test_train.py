@@ -23,7 +23,7 @@ from errors import UserError
 from model.attention import Flash2Config, NaiveConfig, build_attention
 from model.gpt2 import GPT2, ModelConfig
 from tests.e2e import ROOT, TINY, at_call, curve, load, printed_commands, rows, run, start, train, wait_for_step
-from trainer import evaluation
+from trainer import evaluation, graphs
 from trainer.build import compile_model
 from trainer.checkpoint.folder import find
 from trainer.checkpoint.policy import Checkpoints
@@ -252,8 +252,8 @@ def test_metrics_are_those_of_the_design(workplace):
     assert logged[0]["train/lr"] == pytest.approx(1e-2 * 2 / 5)
 
 
-def test_timing_leaves_out_evaluation_and_checkpoints(workplace, monkeypatch):
-    """An evaluation and a checkpoint each take 1000 s on the meter's clock."""
+def test_timing_leaves_out_evaluation_checkpoints_and_the_capture_of_graphs(workplace, monkeypatch):
+    """Each of them takes 1000 s on the meter's clock."""
     skipped_s = 0
 
     def slow(function):
@@ -267,8 +267,9 @@ def test_timing_leaves_out_evaluation_and_checkpoints(workplace, monkeypatch):
     monkeypatch.setitem(ThroughputMeter.__init__.__kwdefaults__, "clock", lambda: time.perf_counter() + skipped_s)
     monkeypatch.setattr(Checkpoints, "save", slow(Checkpoints.save))
     monkeypatch.setattr(evaluation, "validation_batches", slow(evaluation.validation_batches))
+    monkeypatch.setattr(graphs, "capture", slow(graphs.capture))
     train("run", "train.max_steps=8", "train.log_interval=4", "train.eval_interval=3", "checkpoint.interval=6").ok()
-    assert skipped_s == 5000
+    assert skipped_s == 6000
     assert all(row["perf/step_ms"] < 100_000 for row in rows("run") if "perf/step_ms" in row)
 
 
