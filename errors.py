@@ -106,7 +106,7 @@ def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
 
 
-def is_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Return whether host or GPU memory ran out."""
     return isinstance(error, MemoryError) or is_out_of_gpu_memory(error) or "DefaultCPUAllocator" in str(error)
 

@@ -21,7 +21,7 @@ from conf import schema
 from conf.explain import explain, sentence_of, unknown_setting
 from errors import UserError, as_text, guard_output, refuse
 from hydra_plugins import process_launcher
-from trainer.distributed.world import is_of_submitit, started
+from trainer.distributed.world import started, started_by_submitit
 
 ROOT = Path(__file__).parents[1]
 HOME = re.compile(r"""(^|[=,\[]["']?)~(?=/|$|["',\]])""")  # in a value, and in the grammar of an override
@@ -57,7 +57,7 @@ def launch(run: Callable[[Any], None], config_name: str, literal: str | None = N
             run(to_typed(config, literal))
         except Exception as error:
             sentence = sentence_of(error)
-            if sentence is None or is_of_submitit():  # The process of the sweep gets the error from submitit.
+            if sentence is None or started_by_submitit():  # The process of the sweep gets the error from submitit.
                 raise
             _refuse(sentence)
         finally:

@@ -10,7 +10,7 @@ from conf.schema import Config
 from data.config import SPLIT_KEYS, DataConfig
 from errors import assigned
 from model.attention import SPARSE_KEYS, AttentionConfig, CustomConfig
-from trainer.distributed.world import is_of_submitit, started, started_on_node
+from trainer.distributed.world import started, started_by_submitit, started_on_node
 from trainer.layout import shown
 
 DATA_KEYS = ("dir", "tokenizer", "document_mask")
@@ -43,7 +43,7 @@ def _to_use(checkpoints: Path, config: Config) -> list[list[str]]:
 
 def _beside(program: str) -> str:
     """Return the path of a program in the folder of the running one."""
-    return program if is_of_submitit() else os.path.relpath(Path(sys.argv[0]).with_name(program))
+    return program if started_by_submitit() else os.path.relpath(Path(sys.argv[0]).with_name(program))
 
 
 def _attention_words(attention: AttentionConfig) -> list[str]:

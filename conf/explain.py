@@ -14,7 +14,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigTypeError, MissingMandatoryValue, OmegaConfBaseException, ValidationError
 
-from errors import UserError, as_text, first_line, is_of_memory, is_out_of_gpu_memory, two_sentences
+from errors import UserError, as_text, first_line, is_out_of_gpu_memory, is_out_of_memory, two_sentences
 from model.attention import unknown_setting as unknown_attention_setting
 
 PLACES = "outputs go to hydra.run.dir=..., tokens to data.dir=..., checkpoints to checkpoint.dir=..."
@@ -59,7 +59,7 @@ def sentence_of(error: Exception) -> str | None:
     if isinstance(error, OSError) and (error.filename or error.errno in FAILING_DISK):
         path, remedy = error.filename or "the disk", "make room, or " if error.errno in FAILING_DISK else ""
         return f"{path} cannot be used ({error.strerror}); {remedy}choose another place: {PLACES}"
-    if is_of_memory(error):
+    if is_out_of_memory(error):
         device = "GPU memory" if is_out_of_gpu_memory(error) else "memory"
         return (
             f"out of {device} ({two_sentences(error)}); choose a smaller model or another device; in training, lower "

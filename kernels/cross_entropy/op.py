@@ -9,6 +9,7 @@ N tokens, C hidden size, V vocabulary; weight has V rows padded to "padded V".
 import torch
 from torch import Tensor, library
 
+from kernels.common.dtypes import accumulator
 from kernels.common.registering import implementation, no_second_derivative
 
 PARTS = 4  # of the tokens, so that the logits stay small beside the layers' saved tensors
@@ -30,7 +31,7 @@ def part_size(tokens: int) -> int:
 def _linear(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, gradient: bool) -> tuple:
     """Return the sum of the losses and its gradients by hidden and weight (empty without `gradient`)."""
     kernels = implementation("cross_entropy", hidden.device.type)
-    total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
+    total = hidden.new_zeros((), dtype=accumulator(hidden.dtype))
     dhidden, dweight = _gradients(hidden, weight, gradient)
     dweight.zero_()
     with torch.autocast(hidden.device.type, enabled=False):
@@ -71,7 +72,7 @@ for _device in ("CPU", "CUDA"):
 
 @library.register_fake("cross_entropy::linear")
 def _(hidden, weight, targets, vocab_size, gradient):
-    total = hidden.new_empty((), dtype=torch.promote_types(hidden.dtype, torch.float32))
+    total = hidden.new_empty((), dtype=accumulator(hidden.dtype))
     return total, *_gradients(hidden, weight, gradient)
 
 

@@ -6,7 +6,7 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
-from errors import UserError, is_of_memory
+from errors import UserError, is_out_of_memory
 from model.attention.custom import Custom, CustomConfig, Fa2Config, Fa3Config, Fa4Config, FlexConfig, load_function
 from model.attention.exact import (
     SDPA_BACKENDS,
@@ -112,7 +112,7 @@ def check_attention(
             q, k, v = split_projection(packed.detach(), heads, kv_heads)
             _run_once(attention, q[:, -1:], k[:, :keys], v[:, :keys], causal=False, scale=1.0)
     except attention.refusals as error:
-        if is_of_memory(error):  # the remedies are others
+        if is_out_of_memory(error):  # the remedies are others
             raise
         raise UserError(f"{config} cannot {task} ({attention.explain(error)}); {remedy}") from error
 

@@ -4,13 +4,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from errors import UserError, is_of_memory
+from errors import UserError, is_out_of_memory
 from model.attention import restore_pattern
 from trainer.checkpoint.config import CheckpointConfig
 from trainer.checkpoint.files import CheckpointError, State
 from trainer.checkpoint.folder import candidates, find, read_checked
 from trainer.checkpoint.sharded import read_parts
-from trainer.distributed.world import World, is_of_submitit, print_in_first, restarts
+from trainer.distributed.world import World, print_in_first, restarts, started_by_submitit
 from trainer.loggers.base import describe_changes
 
 SHAPE = ("context_length", "n_layer", "n_head", "n_kv_head", "n_embd", "vocab_size")
@@ -87,7 +87,7 @@ def load_resumed(settings: CheckpointConfig, output: Path, is_given: bool) -> St
         )
     if source == "auto":
         # Slurm puts a job back into the queue with the same folder.
-        if not (is_given or settings.dir or is_of_submitit()):
+        if not (is_given or settings.dir or started_by_submitit()):
             raise UserError(
                 "checkpoint.resume=auto needs a folder that is the same at every start; give hydra.run.dir=FOLDER, or "
                 "hydra.sweep.dir=FOLDER with -m, or checkpoint.dir=FOLDER"
@@ -144,7 +144,7 @@ def of_this_version(state: State) -> Iterator[None]:
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        if is_of_memory(error) or (isinstance(error, RuntimeError) and type(error) is not RuntimeError):
+        if is_out_of_memory(error) or (isinstance(error, RuntimeError) and type(error) is not RuntimeError):
             raise  # a GPU or another process failed, not the checkpoint
         why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise CheckpointError(

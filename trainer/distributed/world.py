@@ -105,7 +105,7 @@ def local_part(x: Tensor) -> Tensor:
 @contextmanager
 def join(parallel: str | None, device: str, timeout_s: int) -> Iterator[World]:
     """Join the processes that were started together. Each takes the GPU of its rank unless device=cpu."""
-    if is_of_submitit() and "RANK" not in os.environ:
+    if started_by_submitit() and "RANK" not in os.environ:
         from submitit.helpers import TorchDistributedEnvironment  # an optional dependency
 
         TorchDistributedEnvironment().export(set_cuda_visible_devices=False)
@@ -199,7 +199,7 @@ def restarts() -> int:
     return _variable("TORCHELASTIC_RESTART_COUNT", 0)
 
 
-def is_of_submitit() -> bool:
+def started_by_submitit() -> bool:
     """Return whether submitit started this process, on a Slurm cluster or, for tests, on this machine."""
     return "SUBMITIT_EXECUTOR" in os.environ
 
