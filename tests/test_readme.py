@@ -123,6 +123,5 @@ def test_key_heads_are_read_from_the_folder_of_any_gpu(tmp_path):
     (tmp_path / "a-gpu").mkdir()
     (tmp_path / "a-gpu" / "features.json").write_text(json.dumps({"environment": environment, "key_heads": [row]}))
     _, _, line, _, caption = key_heads_table(tmp_path / "h200").splitlines()
-    assert line == "| A9 | gpt2, 8k | 4 | 121.3 M | 96 MiB | 8 | 20.1 GiB | 400,999 |" and caption.startswith(
-        "One NVIDIA A9"
-    )
+    assert line == "| A9 | gpt2, 8k | 4 | 121.3 M | 96 MiB | 8 | 20.1 GiB | 400,999 |"
+    assert caption.startswith("One NVIDIA A9")

@@ -19,7 +19,7 @@ from trainer.checkpoint.files import State
 from trainer.checkpoint.load import check_resumable, of_this_version, sizes_of
 from trainer.config import TrainConfig
 from trainer.flops import model_flops_per_token, peak_flops
-from trainer.folders import link_latest, write_text
+from trainer.folders import keep_previous, link_latest, write_text
 from trainer.loading import read_shape
 from trainer.loggers import Loggers, describe_changes, start_loggers
 from trainer.meters import ThroughputMeter
@@ -162,7 +162,9 @@ def open_logs(
 
     def start() -> Loggers:
         path = folder / "config.yaml"
-        earlier = path.read_text(encoding="utf-8").splitlines() if path.exists() and resumed_step is not None else []
+        if resumed_step is None:
+            keep_previous(path)
+        earlier = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         notes = [line for line in earlier if (found := NOTE.match(line)) and int(found[1]) < resumed_step]
         notes += [f"# changed after step {resumed_step}: {describe_changes(changes)}"] if changes else []
         settings = OmegaConf.to_yaml(OmegaConf.create(run_config))

@@ -1,5 +1,6 @@
 """The output folders of runs, and text files in them. While a run lasts, no other run can write to its folders."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -32,6 +33,14 @@ def write_text(path: Path, text: str) -> None:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
         raise
+
+
+def keep_previous(path: Path) -> None:
+    """Rename the file that an earlier run left, if there is one, to NAME.previous.SUFFIX, or NAME.previous-2.SUFFIX."""
+    names = itertools.chain(("previous",), (f"previous-{number}" for number in itertools.count(2)))
+    kept = (path.with_suffix(f".{name}{path.suffix}") for name in names)
+    if path.exists():
+        path.rename(next(free for free in kept if not free.exists()))
 
 
 @contextmanager

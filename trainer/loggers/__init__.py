@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from errors import UserError
+from trainer.folders import keep_previous
 from trainer.loggers.base import Loggers, Metrics, describe_changes, finite, setting_text
 from trainer.loggers.console import ConsoleLogger
 from trainer.loggers.jsonl import JsonlLogger, last_step, truncate_after
@@ -59,7 +60,7 @@ def start_loggers(
 
     `has_mfu` says whether rows may have perf/mfu. `run_config` is the composed config as plain values. `labels` are the
     defaults of wandb's group and tags. A run resumed at `resumed_step`, whose last evaluation was at step `evaluated`,
-    continues metrics.jsonl there. A new run (None) in an old folder keeps the old file as metrics.previous.jsonl.
+    continues metrics.jsonl there. A new run (None) in an old folder keeps the old file, under another name.
     """
     screen = ConsoleLogger(max_steps, has_mfu=has_mfu, console=console)
     wandb, origins = complete(wandb, labels or {})
@@ -76,8 +77,8 @@ def start_loggers(
         packages.append(WandbLogger(wandb, run_config, folder, screen.message, redone))
     if resumed_step is not None:
         truncate_after(path, resumed_step, evaluated)
-    elif path.exists():
-        path.replace(path.with_name("metrics.previous.jsonl"))
+    else:
+        keep_previous(path)
     # Loggers closes the last one first, so that the last message of a package still reaches the console.
     return Loggers([JsonlLogger(path, on_failure=screen.message), screen, *packages])
 

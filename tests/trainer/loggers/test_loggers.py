@@ -2,6 +2,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from tests.e2e import rows, train
 from tests.helpers.consoles import plain_console, terminal
@@ -11,12 +12,19 @@ pytest_plugins = ["tests.e2e"]
 OFF = WandbConfig(mode="disabled")
 
 
-def test_a_new_run_in_an_old_folder_keeps_the_old_file(tmp_path):
-    for step in (1, 2):
+def test_a_new_run_in_an_old_folder_keeps_the_old_files(tmp_path):
+    for step in (1, 2, 3):
         with start_loggers(tmp_path, max_steps=9, wandb=OFF, run_config={}, console=plain_console()) as loggers:
             loggers.log(step, step, {})
-    assert '"step": 2' in (tmp_path / "metrics.jsonl").read_text()
-    assert '"step": 1' in (tmp_path / "metrics.previous.jsonl").read_text()
+    for name, step in (("metrics", 3), ("metrics.previous-2", 2), ("metrics.previous", 1)):
+        assert f'"step": {step}' in (tmp_path / f"{name}.jsonl").read_text()
+
+
+def test_a_new_run_in_the_folder_of_another_keeps_the_settings_of_both(workplace):
+    for places, rate in (("checkpoint.dir=first", 1e-2), ("checkpoint.dir=second", 2e-2)):
+        train("run", "train.max_steps=1", places, f"optimizer.lr={rate}").ok()
+    assert OmegaConf.load("run/config.previous.yaml").optimizer.lr == 1e-2
+    assert OmegaConf.load("run/config.yaml").optimizer.lr == 2e-2
 
 
 def test_a_resumed_run_continues_the_file(tmp_path):
