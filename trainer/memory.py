@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from errors import UserError, two_sentences
+from errors import UserError, is_out_of_memory, two_sentences
 from kernels.cross_entropy.op import part_size
 from model.gpt2 import CHECKPOINTING, GPT2
 from trainer.config import TrainConfig
@@ -24,15 +24,17 @@ WORKING = {"none": 48, "selective": 48, "full": 64}  # for the layer at work and
 
 @contextmanager
 def explaining_out_of_memory(model: nn.Module, settings: TrainConfig, compute: Compute) -> Iterator[None]:
-    """Turn torch's out-of-memory error into a UserError that names the sizes and the settings to lower."""
+    """Turn an error that says that memory ran out into a UserError that names the sizes and the settings to lower."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         raise UserError(out_of_memory(two_sentences(error), model, settings, compute)) from error
 
 
 def out_of_memory(reason: str, model: nn.Module, settings: TrainConfig, compute: Compute) -> str:
-    """Return a sentence about training steps that did not fit. `reason` is torch's message.
+    """Return a sentence about training steps that did not fit. `reason` is the error's message.
 
     The first remedies leave the optimizer step as it is.
     """
@@ -42,6 +44,8 @@ def out_of_memory(reason: str, model: nn.Module, settings: TrainConfig, compute:
     remedies = ["choose a shorter model.context_length or a smaller model"]
     if world.parallel == "ddp":
         remedies.insert(0, "set parallel=fsdp")
+    if settings.cuda_graphs:  # they keep the memory of a second step
+        remedies.insert(0, "set train.cuda_graphs=false")
     if settings.activation_checkpointing != CHECKPOINTING[-1]:
         stronger = CHECKPOINTING[CHECKPOINTING.index(settings.activation_checkpointing) + 1]
         remedies.insert(0, f"set train.activation_checkpointing={stronger}")

@@ -30,6 +30,7 @@ def compute_of(size: int, parallel: str) -> Compute:
         ({"batch_size": 5}, "set train.batch_size=1 train.grad_accumulation=5 or"),
         ({"batch_size": 1}, "set train.activation_checkpointing=selective or choose a shorter"),
         ({"batch_size": 1, "activation_checkpointing": "full"}, "choose a shorter model.context_length or a smaller m"),
+        ({"batch_size": 1, "activation_checkpointing": "full", "cuda_graphs": True}, "set train.cuda_graphs=false or"),
     ],
 )
 def test_the_remedies_keep_the_sequences_of_a_step(settings, remedy):
@@ -39,14 +40,25 @@ def test_the_remedies_keep_the_sequences_of_a_step(settings, remedy):
     assert told.startswith("out of memory (no room): a GPT-2 of ") and "model.context_length=64; " + remedy in told
 
 
-def test_a_run_that_runs_out_of_memory_ends_with_a_sentence(workplace, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity"),
+            "CUDA out of memory. Tried to allocate 2.00 GiB",
+        ),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), "CUDA error: CUBLAS_"),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), "[enforce fail] Default"),
+    ],
+)
+def test_a_run_that_runs_out_of_memory_ends_with_a_sentence(workplace, monkeypatch, error, reason):
     def refuse(*_, **__):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity")
+        raise error
 
     monkeypatch.setattr(TrainLoader, "next_batches", refuse)
     outcome = train("run", "train.batch_size=8")
     (sentence,) = outcome.err.splitlines()
-    assert outcome.code == 2 and "(CUDA out of memory. Tried to allocate 2.00 GiB)" in sentence
+    assert outcome.code == 2 and f"out of memory ({reason}" in sentence
     assert "train.batch_size=8, model.context_length=32; set train.batch_size=4 train.grad_accumulation=2" in sentence
 
 
