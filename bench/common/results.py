@@ -28,7 +28,7 @@ def environment() -> dict:
         "driver": _output(driver).partition("\n")[0] if cuda else None,
         "torch": torch.__version__,
         "triton": version("triton") if has_triton_package() else None,
-        "cudnn": _cudnn_version() if cuda else None,
+        "cudnn": _cudnn_version() if cuda and torch.version.hip is None else None,  # on AMD, torch gives MIOpen's
         "commit": os.environ.get("GIT_COMMIT") or _output(["git", "-C", str(ROOT), "rev-parse", "HEAD"]),
         "date": date.today().isoformat(),
     }
@@ -78,7 +78,7 @@ def read_results(path: Path) -> dict:
 
 def _cudnn_version() -> str | None:
     """Return the version that torch loads, such as "9.19.0", which may be newer than the one that torch came with."""
-    number = torch.backends.cudnn.version()
+    number = torch.backends.cudnn.version()  # None in a torch without cuDNN
     return number and f"{number // 10_000}.{number // 100 % 100}.{number % 100}"
 
 

@@ -88,6 +88,7 @@ def test_odd_settings_are_computed_or_refused_in_one_sentence(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda on_gpu=on_gpu: on_gpu)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91_900)
         try:
             attention.run(AttentionSettings(**given))
         except UserError as error:
