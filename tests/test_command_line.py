@@ -232,7 +232,7 @@ def test_torchruns_report_of_the_failed_processes_ends_with_the_sentence(workpla
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        ("train.seed=3", "RANK=a is not a number; start the program with torchrun, or unset RANK"),
+        ("train.seed=3", "RANK=a is not an integer of at least 0; start the program with torchrun, or"),
         ("model.n_head=3", "model.n_embd=32 is not a multiple of model.n_head=3"),
     ],
     ids=["no other mistake", "another mistake"],

@@ -181,11 +181,16 @@ def print_in_first(text: str) -> None:
 
 def _variable(key: str, default: int | None = None) -> int:
     """Return the number in an environment variable, which torchrun or srun sets."""
-    value = os.environ.get(key, default)
+    value, least = os.environ.get(key, default), 1 if key.endswith("WORLD_SIZE") else 0
     try:
-        return int(value)
-    except ValueError as error:
-        raise UserError(f"{key}={value} is not a number; start the program with torchrun, or unset {key}") from error
+        number = int(value)
+    except ValueError:
+        number = -1
+    if number < least:
+        raise UserError(
+            f"{key}={value} is not an integer of at least {least}; start the program with torchrun, or unset {key}"
+        )
+    return number
 
 
 def refuse_several(program: str) -> None:

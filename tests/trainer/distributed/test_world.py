@@ -55,17 +55,24 @@ def test_a_variable_that_is_not_a_number_is_refused(monkeypatch, key):
     place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"} | {key: "a"}
     for name, value in (place | {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}).items():
         monkeypatch.setenv(name, value)
-    sentence = f"^{key}=a is not a number; start the program with torchrun, or unset {key}$"
+    sentence = f"^{key}=a is not an integer of at least [01]; start the program with torchrun, or unset {key}$"
     with pytest.raises(UserError, match=sentence), join(None, "cpu", timeout_s=3):
         pass
 
 
-@pytest.mark.parametrize("key", [*PLACE[:2], PLACE[3], "SLURM_STEP_NUM_TASKS", "TORCHELASTIC_RESTART_COUNT"])
-def test_a_single_process_too_is_told_which_variable_is_not_a_number(workplace, monkeypatch, key):
+WRONG = {key: ("a", 0) for key in ("RANK", "SLURM_STEP_NUM_TASKS", "TORCHELASTIC_RESTART_COUNT")}
+WRONG |= {"WORLD_SIZE": ("a", 1), "LOCAL_WORLD_SIZE": ("0", 1)}
+
+
+@pytest.mark.parametrize("key", WRONG)
+def test_a_single_process_too_is_told_which_variable_is_wrong(workplace, monkeypatch, key):
     """Some ended in a traceback of int, and LOCAL_WORLD_SIZE only when the run was stopped."""
-    monkeypatch.setenv(key, "a")
+    value, least = WRONG[key]
+    monkeypatch.setenv(key, value)
     outcome = train("run", "train.max_steps=1")
-    sentence = f"error: {key}=a is not a number; start the program with torchrun, or unset {key}\n"
+    sentence = (
+        f"error: {key}={value} is not an integer of at least {least}; start the program with torchrun, or unset {key}\n"
+    )
     assert (outcome.code, outcome.err) == (2, sentence)
 
 
