@@ -40,7 +40,7 @@ def describe(
             f"{shape.n_layer} layers x {shape.n_embd}",
             f"{shape.n_head} heads" + (f" on {shape.kv_heads} key heads" if shape.groups > 1 else ""),
             f"context {shape.context_length:,}",
-            f"{attention.name}{_detail(attention, compute)} attention",
+            f"{attention.title}{_implementation(attention, compute)} attention",
             compute.precision,
         ],
         "data": [
@@ -64,10 +64,8 @@ def describe(
     return "\n".join(lines)
 
 
-def _detail(attention: AttentionConfig, compute: Compute) -> str:
-    if attention.name == "flash2" and compute.device.type == "cpu":
-        return " (PyTorch)"
-    return f" ({attention.backend})" if attention.name == "sdpa" else ""
+def _implementation(attention: AttentionConfig, compute: Compute) -> str:
+    return " (PyTorch)" if attention.name == "flash2" and compute.device.type == "cpu" else ""
 
 
 def _batch(settings: TrainConfig, context_length: int, compute: Compute) -> str:

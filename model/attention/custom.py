@@ -115,6 +115,10 @@ class CustomConfig(AttentionConfig):
     function: str = MISSING
     """module:function, found on PYTHONPATH or in the current folder."""
 
+    @property
+    def detail(self) -> str:
+        return self.function
+
     def build(self) -> Attention:
         return Custom(f"attention.function={self.function}", load_function(self.function, "attention.function"))
 

@@ -113,6 +113,10 @@ class SdpaConfig(AttentionConfig):
         super().__post_init__()
         check_choice("attention.backend", self.backend, ("auto", *SDPA_BACKENDS))
 
+    @property
+    def detail(self) -> str:
+        return self.backend
+
     def build(self) -> Attention:
         return Sdpa(self.backend)
 

@@ -97,6 +97,16 @@ class AttentionConfig:
                 text += f" attention.{field.name}={str(value).lower() if isinstance(value, bool) else value}"
         return text
 
+    @property
+    def title(self) -> str:
+        """The variant, and in brackets the setting that decides what is computed or which kernel runs, if any."""
+        return f"{self.name} ({self.detail})" if self.detail else self.name
+
+    @property
+    def detail(self) -> str:
+        """The text in the brackets of `title`."""
+        return ""
+
     def build(self) -> Attention:
         """Return the variant with these settings."""
         raise NotImplementedError

@@ -134,6 +134,10 @@ class LocalConfig(AttentionConfig):
         super().__post_init__()
         check_range("attention.window", self.window, 1)
 
+    @property
+    def detail(self) -> str:
+        return f"window {self.window}"
+
     def build(self) -> Attention:
         return Local(self.window, self.deterministic or None)
 
@@ -147,6 +151,10 @@ class BlockSparseConfig(AttentionConfig):
     """butterfly, or a .npy file of a boolean matrix of blocks of 128 tokens."""
     deterministic: bool = False
     """As for attention=flash2."""
+
+    @property
+    def detail(self) -> str:
+        return self.pattern
 
     def build(self) -> Attention:
         return BlockSparse(self.pattern, self.deterministic or None)

@@ -53,6 +53,16 @@ def test_a_config_is_written_as_on_the_command_line():
     assert str(VARIANTS["custom"](function="a:b")) == "attention=custom attention.function=a:b"
 
 
+def test_a_title_names_the_setting_that_decides_what_is_computed():
+    configs = (
+        VARIANTS["local"](window=4, deterministic=True),
+        VARIANTS["block_sparse"](),
+        VARIANTS["custom"](function="a:b"),
+    )
+    assert [config.title for config in configs] == ["local (window 4)", "block_sparse (butterfly)", "custom (a:b)"]
+    assert [config.title for config in (SdpaConfig("sdpa", "cudnn"), VARIANTS["naive"]())] == ["sdpa (cudnn)", "naive"]
+
+
 def test_a_record_of_an_older_version_is_restored_without_settings_of_other_variants():
     recorded = {"name": "local", "backend": "auto", "window": 9, "pattern": None, "deterministic": False}
     assert restore_attention(recorded, None) == VARIANTS["local"](window=9)
