@@ -57,7 +57,7 @@ def describe(
             shown(folder),
         ],
     }
-    if attention.name == "flash2" and compute.device.type != "cpu":
+    if attention.name in ("flash2", "local") and compute.device.type != "cpu":
         labelled["kernels"] = _kernels(attention, shape, settings, compute, document_mask)
     lines = [block(label, items) for label, items in labelled.items()]
     lines += [paragraph("note", text) for text in _remarks(state, settings, optimizer, compute)]
@@ -80,13 +80,14 @@ def _batch(settings: TrainConfig, context_length: int, compute: Compute) -> str:
 def _kernels(
     attention: AttentionConfig, shape: ModelConfig, settings: TrainConfig, compute: Compute, document_mask: bool
 ) -> list[str]:
-    """Return what flash2 launches on a GPU."""
+    """Return what flash2 launches on a GPU, perhaps in a window."""
     from kernels.common.launching import arch_of  # needs Triton, which a machine without a GPU may lack
     from kernels.flash2.dispatch import explain
 
     deterministic, where = attention.deterministic or settings.deterministic, arch_of(compute.device)
     kind = shape.head_dim, compute.dtype, True, shape.context_length, where, shape.dropout
-    return explain(*kind, deterministic, document_mask).split(", ")
+    window = attention.window if attention.name == "local" else 0
+    return explain(*kind, deterministic, document_mask, window).split(", ")
 
 
 def _remarks(state: TrainState, settings: TrainConfig, optimizer: OptimizerConfig, compute: Compute) -> Iterator[str]:

@@ -54,16 +54,18 @@ def _length_of(seq_k: int, options: Options) -> int:
 
 def explain(
     head_dim: int, dtype: torch.dtype, causal: bool, seq_len: int, arch: str, dropout_p: float = 0.0,
-    deterministic: bool = False, documents: bool = False,
+    deterministic: bool = False, documents: bool = False, window: int = 0,
 ) -> str:  # fmt: skip
     """Return one line that says what flash2 launches for contiguous inputs of this kind on an architecture."""
-    tiles = plain_tiles_for(arch, head_dim, dtype, causal, seq_len, dropout_p > 0)
+    window = window if window < seq_len else 0  # as in flash2
+    options = Options(None, documents or None, causal=causal, window=window, dropout_p=dropout_p)
+    length = _length_of(seq_len, options)
+    tiles = plain_tiles_for(arch, head_dim, dtype, causal, length, dropout_p > 0)
     loads = "TMA" if fits_tma(arch, dtype, (head_dim,)) else "pointers"  # the other strides are multiples of head_dim
     parts = {
         name: f"{t.queries}x{t.keys} in {t.warps} warps and {t.stages} stages" for name, t in tiles._asdict().items()
     }
-    options = Options(None, documents or None, causal=causal, dropout_p=dropout_p)
-    asked, kind = (arch, head_dim, dtype, seq_len, options), (head_dim, _mask_of(options), seq_len)
+    asked, kind = (arch, head_dim, dtype, seq_len, options), (head_dim, _mask_of(options), length)
     forward = f"forward by plain Triton, {loads}, {parts['forward']}"
     backward = f"backward by plain Triton, {loads}, {parts['key_gradient']}, {parts['query_gradient']}"
     if uses_hopper_kernels("forward", *asked):

@@ -6,6 +6,7 @@ import torch
 from kernels.common import launching
 from kernels.flash2 import dispatch, tiles
 from kernels.flash2.options import Options
+from kernels.flash2.tiles import HopperConfig
 
 BF16 = torch.bfloat16
 WHOLE = Options(causal=True)
@@ -94,6 +95,18 @@ def test_a_window_in_a_long_sequence_gets_the_tiles_of_a_sequence_of_its_length(
         assert found[0] == found[1]
     plain = tiles.plain_tiles_for("sm_90", head_dim, BF16, True, window)
     assert dispatch._choose(*kind, 100_000, WHOLE._replace(window=window), False) == plain
+
+
+@pytest.mark.parametrize("window", [300, 1500, 5000])
+def test_a_window_is_explained_by_the_settings_that_it_gets(window, monkeypatch):
+    """5,000 keys hide nothing of 4,096 tokens."""
+    monkeypatch.setattr(dispatch, "arch_of", lambda device: "sm_90")
+    options = WHOLE._replace(window=window if window < 4096 else 0)
+    line = dispatch.explain(64, BF16, True, 4096, "sm_90", window=window)
+    for pass_, part in zip(("forward", "backward"), line.split("; "), strict=True):
+        chosen = dispatch._choose(pass_, None, torch.device("cpu"), BF16, 64, 4096, options, True)
+        told = str(chosen) if isinstance(chosen, HopperConfig) else f"{chosen.forward.queries}x{chosen.forward.keys} in"
+        assert part.startswith(pass_) and told in part
 
 
 def test_an_older_triton_gets_the_plain_kernels(monkeypatch):
