@@ -20,14 +20,13 @@ SKIPPED_FOLDERS = {"test", "tests", "idlelib", "site-packages", "dist-packages",
 def build(config: DataConfig) -> None:
     """Tokenize the standard library into `config.dir`, one document per file.
 
-    Do nothing if the same Python already did so with the same settings. Raise UserError if the folder holds another
-    corpus, or the same corpus with another tokenizer or split, which a run may be using.
+    Do nothing if the folder already holds the library with the same tokenizer and split, perhaps another Python's: a
+    run may be using these tokens. Raise UserError if the folder holds another corpus, tokenizer or split.
     """
     folder = Path(config.dir).expanduser()
     files = source_files()
-    source = {"name": "stdlib", "python": platform.python_version(), "files": len(files)}
     split = {key: getattr(config, key) for key in SPLIT_KEYS}
-    source |= split
+    source = {"name": "stdlib", "python": platform.python_version(), "files": len(files)} | split
     publish(folder)
     meta = read_meta(folder)
     if meta and meta["source"].get("name") != "stdlib":
@@ -37,8 +36,7 @@ def build(config: DataConfig) -> None:
         if differing := differences(before, now):
             same = " ".join(assigned(f"data.{key}", before.get(key)) for key in now if before.get(key) != now[key])
             raise UserError(f"data.dir={folder} was prepared with {differing}; set {same}, or choose another data.dir")
-        if meta["source"] == source:
-            return
+        return
     tokenizer = get_tokenizer(config.tokenizer, ", or data.tokenizer=byte")
     with TokenWriter(folder, source) as writer:
         for name, text in read_files(files):
