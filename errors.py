@@ -56,12 +56,15 @@ class _Output(io.FileIO):
 
 
 def guard_output() -> None:
-    """Let stdout and stderr escape characters that they cannot encode, and outlive their readers."""
+    """Let stdout and stderr escape characters that they cannot encode, and outlive their readers.
+
+    They write each line at once, also to a file, so that the lines of several programs in one log keep their order.
+    """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream and stream is getattr(sys, f"__{name}__"):  # not replaced by a test, closed, or guarded already
             buffer = io.BufferedWriter(_Output(stream.fileno()))
-            options = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
+            options = {"line_buffering": True, "write_through": stream.write_through}
             setattr(sys, name, io.TextIOWrapper(buffer, stream.encoding, "backslashreplace", **options))
 
 

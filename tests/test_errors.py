@@ -1,6 +1,7 @@
 """How every program writes its output, and how it quotes settings."""
 
 import os
+import select
 import shlex
 import subprocess
 import sys
@@ -31,6 +32,18 @@ def test_output_that_cannot_be_encoded_is_escaped_and_a_closed_pipe_does_not_end
     process.stdout.close()  # as head does; a pipe holds less than 10**5 lines
     _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (3, rb"an error \xef" + b"\n")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_line_is_written_at_once_to_a_pipe(unbuffered):
+    """PYTHONUNBUFFERED=1, which containers set, once held back all output until the end."""
+    program = "import errors; errors.guard_output(); print('first'); input()"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", program], env=environment, **pipes) as process:
+        ready, _, _ = select.select([process.stdout], [], [], 30)
+        process.stdin.close()
+        assert ready and process.stdout.readline() == b"first\n"
 
 
 @pytest.mark.parametrize("value", ["a", "a=1, b", 'say "hi"', "ends with a\\", 'a\\"b', "it's", "naïve #&;({"])
