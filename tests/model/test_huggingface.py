@@ -320,7 +320,8 @@ GIVE = r"give a run's folder, a step-\*\.pt file, a folder saved by save_pretrai
         *("runs/a/checkpoints", "a/step-00000999.pt", "step-00000999.pt"),
     ],
 )
-def test_a_missing_path_is_not_looked_up_on_the_hub(source):
+def test_a_missing_path_is_not_looked_up_on_the_hub(source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=f"model.pretrained={source} does not exist; {GIVE}, or a hub id"):
         find_pretrained(source)
 
