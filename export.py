@@ -11,11 +11,13 @@ from errors import UserError, first_line
 from model.attention import NaiveConfig
 from model.huggingface import save_pretrained, save_tokenizer
 from trainer.checkpoint.load import load
+from trainer.distributed.world import refuse_several
 from trainer.loading import model_of, sparsity_setting
 
 
 def export(config: ExportConfig) -> None:
     """Write the model and its tokenizer to an empty folder."""
+    refuse_several("export.py")
     folder = Path(config.to)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"to={folder} exists and is not an empty folder; give a new one")

@@ -8,12 +8,14 @@ from data.tokenizers import get_tokenizer
 from errors import UserError
 from model.generate import generate
 from trainer.build import check_variant
+from trainer.distributed.world import refuse_several
 from trainer.loading import load_model
 from trainer.precision import choose_compute
 
 
 def sample(config: SampleConfig) -> None:
     """Print the continuations while they are generated."""
+    refuse_several("sample.py")
     compute = choose_compute(config.device, config.precision, trains=False)
     model, tokenizer_name = load_model(config.checkpoint, config.attention)
     tokenizer = get_tokenizer(tokenizer_name)

@@ -305,3 +305,13 @@ def test_configuration_can_be_shown_without_a_run(workplace):
     out = run("train.py", "--cfg", "job").ok().out
     assert "n_layer: 4" in out and "resume: null" in out
     assert [path.name for path in workplace.iterdir()] == ["tokens"]
+
+
+@pytest.mark.parametrize("program", ["sample.py", "evaluate.py", "export.py to=new", "replay.py record=record.json"])
+def test_a_program_for_one_process_refuses_several(workplace, monkeypatch, program):
+    for key, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(key, value)
+    name, *settings = program.split()
+    outcome = run(name, "checkpoint=run", *settings)
+    sentence = f"error: {name} runs in one process, but 2 were started; start it with python {name} (process 1 of 2)\n"
+    assert (outcome.code, outcome.err) == (2, sentence)
