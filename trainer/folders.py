@@ -13,13 +13,14 @@ from trainer.distributed.world import ALONE, World
 from trainer.layout import paragraph, shown
 
 
-def check_writable(folder: Path) -> None:
-    """Refuse an output folder that this process cannot write to, before anything is computed."""
+def check_writable(folder: Path, setting: str = "hydra.run.dir") -> None:
+    """Make an output folder, the value of a setting. Refuse one that this process cannot write to."""
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise _not_writable("hydra.run.dir", folder, error) from error
+        raise _not_writable(setting, folder, error) from error
 
 
 def write_text(path: Path, text: str) -> None:

@@ -4,10 +4,12 @@ import io
 import os
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from errors import UserError, described
+from trainer.folders import check_writable
 from trainer.loggers.base import Metrics, PackageLogger
 from trainer.loggers.wandb import WandbConfig
 
@@ -41,10 +43,15 @@ class TrackioLogger(PackageLogger):
 
 
 def check_trackio() -> None:
-    """Refuse the environment variables that let trackio upload the run."""
+    """Refuse environment variables that let trackio upload the run, and a folder for its database that it cannot write.
+
+    trackio would lose the metrics of the run, and only say so in a warning at its end.
+    """
     for variable in UPLOADS:
         if value := os.environ.get(variable):
             raise UserError(f"{variable}={value} lets trackio upload, but wandb.backend=trackio is local; unset it")
+    if folder := os.environ.get("TRACKIO_DIR"):
+        check_writable(Path(folder), "TRACKIO_DIR")
 
 
 def _start_run(config: WandbConfig, run_config: dict[str, Any]) -> tuple[Any, int]:

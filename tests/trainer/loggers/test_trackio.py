@@ -69,3 +69,11 @@ def test_a_variable_that_lets_trackio_upload_is_refused(workplace, monkeypatch):
     refused = e2e.train("run", *OWN)
     assert refused.code == 2 and "TRACKIO_SPACE_ID=me/space" in refused.err and not Path("run").exists()
     e2e.train("run", *OWN, "wandb.mode=disabled").ok()
+
+
+def test_a_folder_that_trackio_cannot_write_is_refused(workplace, monkeypatch):
+    """trackio lost all metrics, and only a warning at the end said so."""
+    monkeypatch.setenv("TRACKIO_DIR", "/dev/null/database")
+    refused = e2e.train("run", *OWN)
+    sentence = "error: TRACKIO_DIR=/dev/null/database is not writable (Not a directory); choose another folder\n"
+    assert (refused.code, refused.err) == (2, sentence) and not Path("run").exists()
