@@ -127,7 +127,7 @@ class Watch:
                 write_text(path, json.dumps(content, indent=2) + "\n")
             except OSError as error:
                 return f"the record {path} cannot be written ({error.strerror})"
-        source = "" if weights else " checkpoint=... (no checkpoint from before the step is left)"
+        source = "" if weights else " checkpoint=... (no checkpoint from before the step exists)"
         function = self.state.config["attention"].get("function")  # only the command line can name code to import
         named = f" {assigned('function', function)}" if function else ""
         return f"look at it with python replay.py {assigned('record', path)}{named}{source}"
