@@ -1,7 +1,8 @@
 """Opening the token files of a corpus for training."""
 
+import os
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,8 @@ FOREIGN = {
     b"\x93NUMPY": "is a file of NumPy's; write its uint16 array with ndarray.tofile",
     LFS_POINTER: "is a Git LFS pointer, not the file itself; run `git lfs pull` there",
 }
+
+TEXT_KEYS = "source", "text_column", "document_start", "train_files", "val_files"  # only data.prepare reads them
 
 
 @dataclass(frozen=True)
@@ -43,8 +46,11 @@ def open_tokens(config: DataConfig) -> TokenSet:
     Files without a meta.json (nanoGPT's own) are accepted; their tokens are checked when batches are loaded.
 
     Raises:
-        UserError: a file is missing, empty, truncated, in a foreign format, or does not match meta.json.
+        UserError: a file is missing, empty, truncated, in a foreign format, or does not match meta.json; or a setting
+            asks for other text than that of the files.
     """
+    if config.name in ("stdlib", "tokens"):
+        _refuse_text(config)
     if config.name == "stdlib":
         stdlib.build(config)
     folder = Path(config.dir).expanduser()
@@ -53,6 +59,8 @@ def open_tokens(config: DataConfig) -> TokenSet:
     if made not in (None, config.name) and config.name != "tokens":
         problem = f"does not match {folder / 'meta.json'}, whose tokens were made with data={made}"
         raise UserError(f"data={config.name} {problem}; set data={made} or another data.dir")
+    if config.source is not None and meta and "source" in meta["source"]:
+        _refuse_other_source(config.source, meta["source"]["source"], folder)
     if meta and meta["tokenizer"] != config.tokenizer:
         problem = f"does not match {folder / 'meta.json'}, whose tokens are {meta['tokenizer']}'s"
         remedy = f"set data.tokenizer={meta['tokenizer']} or another data.dir"
@@ -70,6 +78,30 @@ def open_tokens(config: DataConfig) -> TokenSet:
         dir=folder,
         sha256=meta["sha256"].get("train.bin") if meta else None,
     )
+
+
+def _refuse_text(config: DataConfig) -> None:
+    """Raise UserError if a setting that only data.prepare reads differs from its default."""
+    defaults = {field.name: field.default for field in fields(DataConfig)}
+    given = {key: getattr(config, key) for key in TEXT_KEYS if getattr(config, key) != defaults[key]}
+    if not given:
+        return
+    unused = assigned(f"data.{next(iter(given))}", next(iter(given.values())))
+    words = [assigned(f"data.{key}", value) for key, value in ({"source": "TEXT"} | given).items()]
+    remedy = f"prepare it with `python -m data.prepare data=text {' '.join(words)} data.dir=FOLDER`"
+    rest = "" if "source" in given else ", or leave it out"
+    raise UserError(f"{unused} is not used by data={config.name}; {remedy}{rest}")
+
+
+def _refuse_other_source(source: str, made: object, folder: Path) -> None:
+    """Raise UserError if the tokens in `folder` were not made from `source`. Two paths to the same place are equal."""
+    if made is None:
+        problem = "from the files of the Hugging Face hub; leave data.source out"
+    elif made == source or len({os.path.realpath(os.path.expanduser(str(path))) for path in (made, source)}) == 1:
+        return
+    else:
+        problem = f"from {made}; prepare it in another data.dir"
+    raise UserError(f"{assigned('data.source', source)}, but {folder} was made {problem}")
 
 
 def _open_split(path: Path, meta: dict | None, config: DataConfig) -> np.ndarray:

@@ -1,6 +1,7 @@
 import hashlib
 import json
 import os
+from functools import partial
 
 import numpy as np
 import pytest
@@ -177,6 +178,84 @@ def test_data_tokens_and_folders_of_unknown_corpora_are_opened(corpus, source):
     assert open_tokens(config_of(corpus)).train.size == 8
     if not source:
         assert open_tokens(config_of(corpus, name="wikitext-2")).train.size == 8
+
+
+@pytest.mark.parametrize("name", ["stdlib", "tokens"])
+@pytest.mark.parametrize(
+    ("settings", "problem", "command"),
+    [
+        ({"source": "one.txt"}, "data.source=one.txt is", "data.source=one.txt data.dir=FOLDER`"),
+        (
+            {"text_column": "body", "source": "a.jsonl"},
+            "data.source=a.jsonl is",
+            "data.source=a.jsonl data.text_column=body data.dir=FOLDER`",
+        ),
+        (
+            {"text_column": "body"},
+            "data.text_column=body is",
+            "data.source=TEXT data.text_column=body data.dir=FOLDER`, ",
+        ),
+        ({"document_start": "^x"}, """'data.document_start="^x"' is""", "data.source=TEXT 'data.document_start="),
+        (
+            {"train_files": "a"},
+            "data.train_files=a is",
+            "data.source=TEXT data.train_files=a data.dir=FOLDER`, or leave",
+        ),
+        (
+            {"val_files": "b"},
+            "data.val_files=b is",
+            "data.source=TEXT data.val_files=b data.dir=FOLDER`, or leave it out",
+        ),
+    ],
+)
+def test_settings_of_a_text_are_refused_by_corpora_without_one(corpus, name, settings, problem, command):
+    """The default, data=stdlib, once trained on the standard library although data.source named a text."""
+    before = {path.name: path.read_bytes() for path in corpus.iterdir()}
+    with pytest.raises(UserError) as refusal:
+        open_tokens(config_of(corpus, name=name, **settings))
+    start = f"{problem} not used by data={name}; prepare it with `python -m data.prepare data=text "
+    assert str(refusal.value).startswith(start + command)
+    assert {path.name: path.read_bytes() for path in corpus.iterdir()} == before
+
+
+def test_tokens_of_another_source_are_refused(tmp_path, monkeypatch):
+    """data.source=b.jsonl once trained on tokens that were made from a.jsonl."""
+    monkeypatch.chdir(tmp_path)
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text('{"text": "some text of this file"}\n' * 9)
+    (tmp_path / "link.jsonl").symlink_to("a.jsonl")
+    config = partial(config_of, "o", name="text")
+    prepare(config(source="a.jsonl"), log=lambda line: None)
+    for same in (
+        None,
+        "a.jsonl",
+        "./a.jsonl",
+        "../" + tmp_path.name + "/a.jsonl",
+        str(tmp_path / "a.jsonl"),
+        "link.jsonl",
+    ):
+        assert open_tokens(config(source=same)).train.size
+    with pytest.raises(UserError) as refusal:
+        open_tokens(config(source="b.jsonl"))
+    assert str(refusal.value) == "data.source=b.jsonl, but o was made from a.jsonl; prepare it in another data.dir"
+    (tmp_path / "a.jsonl").unlink()  # the text may be gone
+    assert open_tokens(config(source=str(tmp_path / "a.jsonl"))).train.size
+    assert open_tokens(config_of("o")).train.size
+
+
+@pytest.mark.parametrize(
+    "source", [{"name": "wikitext-2", "source": None}, {"name": "wikitext-2"}], ids=["hub", "none"]
+)
+def test_a_source_is_refused_for_tokens_of_the_hub(corpus, source):
+    path = corpus / "meta.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"source": source}))
+    assert open_tokens(config_of(corpus, name="wikitext-2")).train.size == 8
+    config = config_of(corpus, name="wikitext-2", source="copy")
+    if "source" not in source:  # unknown
+        assert open_tokens(config).train.size == 8
+        return
+    with pytest.raises(UserError, match=r"data\.source=copy, but .* was made from the files of the .* hub; leave data"):
+        open_tokens(config)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"tokenizer": "byte", "source": {}, "counts": {"train": 3}}'])
