@@ -44,6 +44,11 @@ def replay(config: ReplayConfig) -> None:
     fix_randomness(settings.train)
     options = {"any_pairs": True, "fp8": compute.fp8}
     model, tokenizer = load_model(source, settings.attention, settings.train.activation_checkpointing, **options)
+    if tokenizer != tokens.tokenizer:
+        raise UserError(
+            f"checkpoint={source} was trained on {tokenizer} tokens, but record={config.record} has {tokens.tokenizer} "
+            "tokens; give a checkpoint of the recorded run"
+        )
     check_fp8(model.config, compute)
     model.to(compute.device)
     with build_loader(settings.train, tokens, model.config, compute) as loader:

@@ -13,6 +13,7 @@ import pytest
 from model.gpt2 import GPT2, Block
 from tests.e2e import curve, largest_file, load, rows, run, train
 from tests.test_failures import fill_disk_at
+from trainer.checkpoint.files import write_file
 from trainer.watch import Watch
 
 pytest_plugins = ["tests.e2e"]
@@ -139,6 +140,19 @@ def test_spike_is_recorded_and_its_batch_replayed_to_the_bit(workplace, monkeypa
     shutil.rmtree("run/checkpoints")
     refused = run("replay.py", file, "device=cpu")
     assert refused.code == 2 and "names no existing checkpoint" in refused.err
+
+
+def test_a_replay_refuses_a_checkpoint_of_another_tokenizer(workplace, monkeypatch):
+    """It once ran the bytes of the record through a model of GPT-2's tokens."""
+    spoil(monkeypatch, math.nan, 3)
+    file = re.search(r"record=(\S+)", train("run").err).group(1)
+    monkeypatch.undo()
+    monkeypatch.chdir(workplace)
+    (path,) = Path("run/checkpoints").iterdir()
+    write_file(Path("other") / path.name, load(path) | {"tokenizer": "gpt2"})
+    refused = run("replay.py", f"record={file}", "device=cpu", "checkpoint=other")
+    problem = f"checkpoint=other was trained on gpt2 tokens, but record={file} has byte tokens"
+    assert (refused.code, refused.err) == (2, f"error: {problem}; give a checkpoint of the recorded run\n")
 
 
 def test_a_spike_that_the_disk_cannot_record_is_told_and_training_goes_on(workplace, monkeypatch):
