@@ -77,8 +77,13 @@ def _as_written(value: object) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def check_output_file(key: str, path: str | Path | None) -> None:
-    """Refuse a file that cannot be written, before anything is measured. None is accepted."""
+def check_output_file(
+    key: str, path: str | Path | None, kind: str = "a results file", example: str = "rows.json"
+) -> None:
+    """Refuse a file that cannot be written, before anything is measured. None is accepted.
+
+    Also refuse a file without the ending of `example`, which may be a file of another kind that the user would lose.
+    """
     if path is None:
         return
     if Path(path).is_dir():
@@ -86,6 +91,8 @@ def check_output_file(key: str, path: str | Path | None) -> None:
     folder = next(parent for parent in Path(path).absolute().parents if parent.exists())
     if not (folder.is_dir() and os.access(folder, os.W_OK)):
         raise UserError(f"{key}={path} cannot be written ({folder} is not a writable folder); name another file")
+    if Path(path).suffix != (ending := Path(example).suffix):
+        raise UserError(f"{key}={path} does not end in {ending}; name {kind}, for example {key}={example}")
 
 
 def check_positive(settings: object, *keys: str, most: float = 2**31) -> None:

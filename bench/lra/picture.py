@@ -26,7 +26,7 @@ class PictureSettings:
     """File to write."""
 
     def __post_init__(self):
-        check_output_file("out", self.out)
+        check_output_file("out", self.out, "the picture", "pathfinder.svg")
 
 
 def draw() -> str:

@@ -35,9 +35,7 @@ class ReportSettings:
             self.runs = [self.runs]
         if not (self.runs or self.results):
             raise UserError("there are no runs and no results to show; give runs=FOLDER or results=FOLDER")
-        check_output_file("out", self.out)
-        if Path(self.out).suffix != ".html":  # it may be a file of a run
-            raise UserError(f"out={self.out} does not end in .html; name the page, for example out=report.html")
+        check_output_file("out", self.out, "the page", "report.html")
 
 
 def run(settings: ReportSettings) -> None:

@@ -78,6 +78,8 @@ def test_help_comes_from_the_docstrings(monkeypatch, capsys):
         ("rounds=3000000000", "rounds=3000000000 is too large; give at most 2147483648"),
         ("sizes=[99999999999999999999]", "sizes=[99999999999999999999] is too large"),
         ("out=.", "out=. is a folder; name a file in the folder"),
+        ("out=train.py", "out=train.py does not end in .json; name a results file, for example out=rows.json"),
+        ("out=rows", "out=rows does not end in .json; name"),
         (
             "out=/dev/null/x",
             "out=/dev/null/x cannot be written (/dev/null is not a writable folder); name",

@@ -20,3 +20,8 @@ def test_a_full_disk_leaves_the_old_picture(tmp_path):
     with largest_file(1000), pytest.raises(UserError, match=r"picture.svg cannot be written \(File too large\)"):
         run(PictureSettings(out=old))
     assert old.read_text() == "old"
+
+
+def test_a_file_of_another_kind_is_not_replaced():
+    with pytest.raises(UserError, match=r"out=docs/lra\.md does not end in \.svg; name the picture, for example out="):
+        PictureSettings(out="docs/lra.md")
