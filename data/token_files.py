@@ -9,14 +9,16 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 from filelock import FileLock, Timeout
 
+from data.config import DataConfig
 from data.tokenizers import vocab_size
-from errors import UserError
+from errors import UserError, assigned
 
 SPLITS = ("train", "val")
 DTYPE = np.dtype("<u2")
@@ -223,8 +225,15 @@ def checksum(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def _as_typed(key: str, value: object) -> str:
+    """Return what meta.json tells as a setting on the command line, or as it is if it is no setting."""
+    if key == "name":
+        return assigned("data", value)
+    return assigned(f"data.{key}" if key in {field.name for field in fields(DataConfig)} else key, value)
+
+
 def differences(before: dict, now: dict) -> str:
-    """Return the settings that differ as text, "a=1, not a=2", or an empty string."""
+    """Return what differs as text, "data.split_seed=1, not data.split_seed=2", or an empty string."""
     keys = [key for key in now if before.get(key) != now[key]]
-    was, wanted = (", ".join(f"{key}={side.get(key)}" for key in keys) for side in (before, now))
+    was, wanted = (", ".join(_as_typed(key, side.get(key)) for key in keys) for side in (before, now))
     return f"{was}, not {wanted}" if keys else ""

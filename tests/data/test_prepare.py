@@ -1,4 +1,5 @@
 import json
+import re
 import shutil
 import time
 from pathlib import Path
@@ -192,10 +193,13 @@ def test_the_same_preparation_is_recognised_and_another_refused(tmp_path, monkey
         prepare(config, log=lines.append)
     assert lines[0].endswith("is prepared already, with the same settings and from files of the same names and sizes")
     assert (tmp_path / "out" / "train.bin").stat() == before
-    with pytest.raises(
-        UserError, match=r"was prepared with val_fraction=0\.2, not val_fraction=0\.5; choose another data"
-    ):
-        prepare(config_of(tmp_path, val_fraction=0.5))
+    for value, typed in ((0.5, "0.5"), (None, "null")):
+        problem = f"was prepared with data.val_fraction=0.2, not data.val_fraction={typed}; choose another data.dir"
+        with pytest.raises(UserError, match=re.escape(problem)):
+            prepare(config_of(tmp_path, val_fraction=value))
+    write_parquet(tmp_path / "in" / "b.parquet", TEXTS)
+    with pytest.raises(UserError, match="was prepared with files=1, bytes=.*, not files=2, bytes="):  # not settings
+        prepare(config)
 
 
 def test_progress_is_logged_without_a_terminal(tmp_path, monkeypatch):

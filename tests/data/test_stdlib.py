@@ -91,7 +91,7 @@ def test_another_split_is_not_overwritten(tmp_path, monkeypatch, few_files, pyth
     monkeypatch.setattr(stdlib.platform, "python_version", lambda: python)
     other = config_of(tmp_path, **{"val_fraction": 0.5, "split_seed": 7} | change)
     ((key, value),) = change.items()
-    problem = rf"was prepared with {key}=[\d.]+, not {key}={value}"
+    problem = rf"was prepared with data\.{key}=[\d.]+, not data\.{key}={value}"
     with pytest.raises(UserError, match=rf"{problem}; set data\.{key}=[\d.]+, or choose another data\.dir"):
         stdlib.build(other)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
@@ -103,7 +103,7 @@ def test_another_split_is_not_overwritten(tmp_path, monkeypatch, few_files, pyth
 def test_another_tokenizer_does_not_overwrite_the_tokens(tmp_path, few_files):
     stdlib.build(config_of(tmp_path, val_fraction=0.5))
     before = (tmp_path / "train.bin").read_bytes()
-    problem = "val_fraction=0.5, tokenizer=byte, not val_fraction=0.05, tokenizer=gpt2"
+    problem = "data.val_fraction=0.5, data.tokenizer=byte, not data.val_fraction=0.05, data.tokenizer=gpt2"
     with pytest.raises(UserError, match=f"{problem}; set data.val_fraction=0.5 data.tokenizer=byte, or choose"):
         stdlib.build(config_of(tmp_path, tokenizer="gpt2"))
     assert (tmp_path / "train.bin").read_bytes() == before

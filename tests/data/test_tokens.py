@@ -315,7 +315,7 @@ def test_unfinished_files_of_other_settings_are_refused_and_kept(tmp_path):
     with TokenWriter(tmp_path, SETTINGS) as writer:
         writer.position = [0, 0]
         writer.save()
-    with pytest.raises(UserError, match="was begun with name=text, not name=other; finish that preparation"):
+    with pytest.raises(UserError, match="was begun with data=text, not data=other; finish that preparation"):
         TokenWriter(tmp_path, {"name": "other"})
     with TokenWriter(tmp_path, SETTINGS) as writer:
         assert writer.position == [0, 0]
