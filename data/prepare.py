@@ -60,7 +60,8 @@ def prepare(config: DataConfig, *, log: Log = print) -> None:
     if config.source is None:
         if _is_prepared(folder, settings):  # without looking for the hub's files, which may be deleted
             return log(done)
-        get_tokenizer(config.tokenizer, ", or data.tokenizer=byte")  # fail before gigabytes are downloaded
+        if config.hub_id is not None:
+            get_tokenizer(config.tokenizer, ", or data.tokenizer=byte")  # fail before gigabytes are downloaded
     corpus = Corpus(source_files(config, log), config)
     if _is_prepared(folder, settings | corpus.summary()):
         return log(f"{done} and from files of the same names and sizes")

@@ -321,8 +321,13 @@ def test_a_corpus_of_bad_rows_is_refused_with_the_first(tmp_path):
 def test_other_corpora_need_no_preparation(tmp_path):
     with pytest.raises(UserError, match="data=tokens needs no preparation"):
         prepare(config_of(tmp_path, name="tokens"))
+
+
+def test_a_text_without_a_source_is_refused_before_the_vocabulary_is_loaded(tmp_path, monkeypatch):
+    """Without a network, the message was about GPT-2's vocabulary."""
+    monkeypatch.delattr(module, "get_tokenizer")
     with pytest.raises(UserError, match=r"data\.source=null names no text; give a file"):
-        prepare(config_of(tmp_path, source=None))
+        prepare(config_of(tmp_path, source=None, tokenizer="gpt2"))
 
 
 @pytest.mark.parametrize(
