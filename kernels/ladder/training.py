@@ -7,6 +7,8 @@ last two need a Hopper GPU. The forward pass is the same in all, so a difference
 pass.
 """
 
+import os
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,6 +24,8 @@ TILE = 128  # the steps take multiples of this many tokens
 def _backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, causal: bool, step: str
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if dout.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError("the ladder's kernels need a GPU")
     return load(step).backward(dout, q, k, v, out, logsumexp, causal)
 
 

@@ -68,6 +68,15 @@ def test_a_function_trains_under_compile_with_any_scale_and_length():
         check_attention(config, **kind, sampling=True)
 
 
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_says_on_a_cpu_that_it_needs_a_gpu(monkeypatch, name):
+    """Triton's message was "0 active drivers"."""
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    case = Case(1, 128, 128, head_dim=64, dtype=F32)
+    with pytest.raises(ValueError, match="the ladder's kernels need a GPU"):
+        assert_trains(getattr(training, name), case, "cpu", 1e-5)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(triton_version() < (3, 6), reason="needs Triton 3.6 or later")
 @pytest.mark.parametrize("name", FUNCTIONS)
