@@ -30,7 +30,8 @@ def check_range(key: str, value: float | None, low: float, high: float | None = 
     """Refuse a number that is below `low`, above `high`, infinite or NaN. None is accepted."""
     if value is not None and not (low <= value < math.inf and (high is None or value <= high)):
         upper = "" if high is None else f" and at most {high}"
-        raise UserError(f"{key}={value} is out of range; give at least {low}{upper}")
+        number = "" if math.isfinite(value) else "a finite number of "
+        raise UserError(f"{key}={value} is out of range; give {number}at least {low}{upper}")
 
 
 def check_rate(key: str, value: float) -> None:

@@ -67,7 +67,7 @@ def replay(config: ReplayConfig) -> None:
         loss, norm = train_step(compiled, step, state, settings, compute).tolist()
     loss_then, norm_then = (math.nan if x is None else x for x in (recorded["loss"], recorded["grad_norm"]))
     print(
-        f"the batch of step {recorded['step']} with {source}, {settings.attention.name} attention, {compute}: loss "
+        f"the batch of step {recorded['step']} with {source}, {settings.attention.title} attention, {compute}: loss "
         f"{loss:.6f} nats, gradient norm {norm:.6f}; in the run {loss_then} and {norm_then}"
     )
     row = {"record": config.record, "checkpoint": str(source), "loss": finite(loss), "grad_norm": finite(norm)}

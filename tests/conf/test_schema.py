@@ -163,6 +163,7 @@ def test_an_unknown_key_or_a_wrong_type_is_refused(override):
         ),
         ("train.batch_size=many", "train.batch_size=many is not a number; set a number, or auto on a GPU"),
         ("train.seed=-1", "train.seed=-1 is out of range; give at least 0"),
+        ("optimizer.lr=inf", "optimizer.lr=inf is out of range; give a finite number of at least 0"),
         (
             "train.timeout_s=1000000000000000",
             "train.timeout_s=1000000000000000 is out of range; give at least 1 and at most",
