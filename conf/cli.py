@@ -18,6 +18,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from conf import schema
+from conf.arguments import slip_in
 from conf.explain import explain, sentence_of, unknown_setting
 from errors import UserError, as_text, guard_output, refuse
 from hydra_plugins import process_launcher
@@ -37,6 +38,8 @@ def launch(run: Callable[[Any], None], config_name: str, literal: str | None = N
     guard_output()
     if "--version" in sys.argv:
         return _print_version()
+    if slip := slip_in(sys.argv[1:]):
+        _refuse(slip)
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Otherwise Hydra prints errors itself, and at length.
     schema.register()
     process_launcher.register()

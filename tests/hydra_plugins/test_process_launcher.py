@@ -178,7 +178,8 @@ def refused(*overrides: str) -> str:
     ],
 )
 def test_a_mistake_is_refused_before_the_first_job(workplace, overrides, words):
-    sentence = refused("hydra.sweep.dir=sweep", *overrides.split())
+    folder = "hydra.sweep.dir=sweep" if "-m" in overrides else "hydra.run.dir=run"
+    sentence = refused(folder, *overrides.split())
     assert [word for word in words if word not in sentence] == []
 
 
