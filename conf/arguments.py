@@ -1,11 +1,78 @@
 """Mistakes that the words of a command line show, before Hydra reads them."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+
+FLAGS = (
+    *("--help", "--hydra-help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun", "--info"),
+    *("--shell-completion", "--config-path", "--config-name", "--config-dir", "--experimental-rerun"),
+)
+"""The options of Hydra."""
+SETTINGS = {
+    "batch_size": "train.batch_size",
+    "gradient_accumulation_steps": "train.grad_accumulation",
+    "block_size": "model.context_length",
+    "n_layer": "model.n_layer",
+    "n_head": "model.n_head",
+    "n_embd": "model.n_embd",
+    "dropout": "model.dropout",
+    "learning_rate": "optimizer.lr",
+    "lr": "optimizer.lr",  # not a name of nanoGPT's, but of many others
+    "max_iters": "train.max_steps",
+    "weight_decay": "optimizer.weight_decay",
+    "beta1": "optimizer.beta1",
+    "beta2": "optimizer.beta2",
+    "grad_clip": "optimizer.grad_clip",
+    "warmup_iters": "optimizer.warmup_steps",
+    "lr_decay_iters": "optimizer.decay_steps",
+    "min_lr": "optimizer.min_lr",
+    "eval_interval": "train.eval_interval",
+    "log_interval": "train.log_interval",
+    "out_dir": "hydra.run.dir",
+    "wandb_project": "wandb.project",
+    "wandb_run_name": "wandb.name",
+    "device": "device",
+    "compile": "train.compile",
+}
+"""The settings of train.py by nanoGPT's names, if both take the same values."""
+OTHER_VALUES = {
+    "decay_lr": "optimizer.min_lr",
+    "eval_iters": "train.eval_tokens",
+    "always_save_checkpoint": "checkpoint.interval",
+    "init_from": "model.pretrained",
+    "dataset": "data",
+    "wandb_log": "wandb.mode",
+    "dtype": "precision",
+}
+"""The settings of train.py by nanoGPT's names, if the values differ."""
 
 
-def slip_in(arguments: Sequence[str]) -> str | None:
-    """Return the sentence for the first slip in a command line, or None."""
-    return _unused_folder(arguments)
+def slip_in(arguments: Sequence[str], is_training: bool) -> str | None:
+    """Return the sentence for the first slip in a command line, or None. `is_training` is true for train.py."""
+    options = (_unknown_option(argument, is_training) for argument in arguments if argument.startswith("--"))
+    return next(filter(None, options), None) or _unused_folder(arguments)
+
+
+def _unknown_option(argument: str, is_training: bool) -> str | None:
+    """Return the sentence for an option that Hydra does not have. Hydra takes the beginning of an option, too."""
+    option, _, value = argument.partition("=")
+    if any(flag.startswith(option) for flag in FLAGS):
+        return None
+    remedy, name = "write settings as key=value, without dashes (see --help)", option[2:].replace("-", "_")
+    if is_training and name in SETTINGS:
+        remedy = f"write {SETTINGS[name]}={value or '...'}"
+    elif is_training and name in OTHER_VALUES:
+        remedy = f"write {OTHER_VALUES[name]}=... (docs/from-nanogpt.md has the values)"
+    return f"{argument} is not an option; {remedy}"
+
+
+def setting_meant(key: str, known: Collection[str]) -> str | None:
+    """Return the setting of train.py that a user of nanoGPT means by an unknown key, or None.
+
+    `known` are the keys of its group. Only train.py has these groups.
+    """
+    *groups, name = key.split(".")
+    is_training = not {"model", "optimizer", "train"}.isdisjoint(groups or known)
+    return (SETTINGS | OTHER_VALUES).get(name) if is_training else None
 
 
 def _unused_folder(arguments: Sequence[str]) -> str | None:

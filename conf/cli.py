@@ -38,7 +38,7 @@ def launch(run: Callable[[Any], None], config_name: str, literal: str | None = N
     guard_output()
     if "--version" in sys.argv:
         return _print_version()
-    if slip := slip_in(sys.argv[1:]):
+    if slip := slip_in(sys.argv[1:], is_training=config_name == "config"):
         _refuse(slip)
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Otherwise Hydra prints errors itself, and at length.
     schema.register()

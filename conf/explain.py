@@ -14,6 +14,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigTypeError, MissingMandatoryValue, OmegaConfBaseException, ValidationError
 
+from conf.arguments import setting_meant
 from errors import UserError, as_text, first_line, is_out_of_gpu_memory, is_out_of_memory, two_sentences
 from model.attention import unknown_setting as unknown_attention_setting
 
@@ -133,6 +134,8 @@ def unknown_setting(key: str, known: list[str], meant: Sequence[str] = ()) -> st
     `known` are the keys of its group. `meant` are keys of other groups that have the same name.
     """
     group, _, name = key.rpartition(".")
+    if setting := setting_meant(key, known):
+        meant = [setting]
     suggestion = f" (did you mean {' or '.join(meant)}?)" if meant else _suggestion(name, known)
     among = f"choose among the keys of {group}:" if group else "choose among"
     return f"{key} is not a setting{suggestion}; {among} {', '.join(known)}"

@@ -1,14 +1,17 @@
 """Slips that the words of a command line show, before Hydra reads them."""
 
+import re
 from functools import partial
+from operator import attrgetter
 
 import pytest
 from hydra._internal.core_plugins.basic_launcher import BasicLauncherConf
 from hydra.core.config_store import ConfigStore
 
-from conf.arguments import slip_in
+from conf.arguments import OTHER_VALUES, SETTINGS, slip_in
+from conf.schema import Config
 from hydra_plugins import process_launcher
-from tests.e2e import TINY, python_path, run
+from tests.e2e import ROOT, TINY, python_path, run
 
 pytest_plugins = ["tests.e2e"]
 
@@ -49,7 +52,7 @@ def test_an_output_folder_that_the_start_ignores_is_refused(workplace, arguments
     ["-m hydra.sweep.dir=a", "hydra.run.dir=a", "hydra.mode=RUN hydra.sweep.dir=a hydra.run.dir=a/0", "-m", ""],
 )
 def test_an_output_folder_that_is_used_is_accepted(arguments):
-    assert slip_in(arguments.split()) is None
+    assert slip_in(arguments.split(), is_training=True) is None
 
 
 @pytest.mark.parametrize("launcher", ["basic", "submitit_local"])
@@ -61,3 +64,64 @@ def test_a_sweep_in_its_folder_works_with_other_launchers(workplace, monkeypatch
     run("train.py", "-m", f"hydra/launcher={launcher}", *TINY, "hydra.sweep.dir=runs/a", "train.max_steps=1").ok()
     assert {path.name for path in workplace.iterdir()} == {"runs", "tokens"}
     assert (workplace / "runs/a/0_flash2/metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("argument", "sentence"),
+    [
+        ("--batch_size=12", "--batch_size=12 is not an option; write train.batch_size=12"),
+        ("--block-size", "--block-size is not an option; write model.context_length=..."),
+        (
+            "--dtype=float16",
+            "--dtype=float16 is not an option; write precision=... (docs/from-nanogpt.md has the values)",
+        ),
+        (
+            "--attention=sdpa",
+            "--attention=sdpa is not an option; write settings as key=value, without dashes (see --help)",
+        ),
+    ],
+    ids=["nanoGPT's name", "no value", "other values", "our name"],
+)
+def test_an_option_that_hydra_does_not_have_is_refused(workplace, argument, sentence):
+    """Hydra printed eight lines of usage."""
+    assert refused(argument) == sentence
+
+
+def test_other_programs_have_no_settings_of_nanogpt():
+    remedy = "write settings as key=value, without dashes (see --help)"
+    assert slip_in(["--batch_size=12"], is_training=False) == f"--batch_size=12 is not an option; {remedy}"
+
+
+@pytest.mark.parametrize("argument", ["--cfg=job", "--multi", "--config-name=config", "--info", "--", "prompt=--x=1"])
+def test_options_of_hydra_are_accepted(argument):
+    assert slip_in([argument], is_training=True) is None
+
+
+@pytest.mark.parametrize(
+    ("override", "meant"),
+    [
+        ("model.block_size=64", "model.context_length"),
+        ("train.lr=1", "optimizer.lr"),
+        ("+train.learning_rate=1", "optimizer.lr"),
+        ("max_iters=5", "train.max_steps"),
+        ("out_dir=runs", "hydra.run.dir"),
+        ("dtype=float16", "precision"),
+    ],
+)
+def test_a_name_of_nanogpt_leads_to_our_setting(workplace, override, meant):
+    """The similar name vocab_size was suggested for block_size."""
+    assert f"is not a setting (did you mean {meant}?); choose among" in refused(override)
+
+
+def test_the_names_of_nanogpt_are_those_of_the_docs():
+    page = (ROOT / "docs/from-nanogpt.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| `(.*?)` \|", page, re.MULTILINE)
+    documented = {name: re.findall(r"[\w.]+(?==)", settings) for name, settings in rows}
+    names = SETTINGS | OTHER_VALUES
+    assert names.keys() == documented.keys() | {"lr"}
+    assert [name for name in documented if names[name] not in documented[name]] == []
+
+
+@pytest.mark.parametrize("setting", sorted({*SETTINGS.values(), *OTHER_VALUES.values()} - {"hydra.run.dir"}))
+def test_the_settings_for_names_of_nanogpt_exist(setting):
+    attrgetter(setting)(Config())
