@@ -12,7 +12,7 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
 
@@ -22,7 +22,8 @@ from bench.common.command_line import check_choice, check_output_file, check_pos
 from bench.common.console import print_rows
 from bench.common.results import ROOT, environment, results_folder, write
 from bench.report.runs import read_runs
-from errors import UserError
+from conf.schema import Config
+from errors import UserError, refuse
 from model.attention import BUILT_IN
 
 RECIPE = [
@@ -35,6 +36,7 @@ RECIPE = [
     "optimizer.warmup_steps=60",
     "checkpoint.interval=1000000",
 ]
+OF_TRAINING = {field.name for field in fields(Config)} | {"experiment"}
 COLUMNS = {
     "attention": "{variant}",
     "val loss": "{val_loss:.4f}",
@@ -124,6 +126,9 @@ def main() -> None:
     """Read the settings before `--` with Hydra, and the settings after it as a list for train.py."""
     given = sys.argv[1:]
     end = given.index("--") if "--" in given else len(given)
+    for argument in given[:end]:
+        if argument.lstrip("+~").partition("=")[0].partition(".")[0] in OF_TRAINING:
+            refuse(f"{argument} is not a setting of bench.parity; settings of train.py come after --")
     passed_on = [f"settings={json.dumps(given[end + 1 :], ensure_ascii=False)}"] if given[end:] else []
     sys.argv[1:] = given[:end] + passed_on
     launch(run, ParitySettings)

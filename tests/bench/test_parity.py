@@ -106,6 +106,16 @@ def test_settings_after_two_dashes_go_to_train_py(tmp_path, monkeypatch, capsys)
     ]
 
 
+@pytest.mark.parametrize("setting", ["data=tokens", "+train.batch_size=4", "experiment=gpt2-124m"])
+def test_a_setting_of_train_py_before_the_dashes_is_refused(setting, monkeypatch, capsys):
+    """The advice was to leave it out."""
+    monkeypatch.setattr("sys.argv", ["parity", "steps=4", setting, "--", "device=cpu"])
+    with pytest.raises(SystemExit, match="2"):
+        parity.main()
+    sentence = f"{setting} is not a setting of bench.parity; settings of train.py come after --"
+    assert capsys.readouterr().err == f"error: {sentence}\n"
+
+
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
