@@ -147,7 +147,8 @@ def _unknown_choice(error: MissingConfigException) -> str:
         return f'{group} needs hydra-submitit-launcher; run pip install -e ".[slurm]"'
     # Hydra names no options if the choice is in a list, such as attention=[a,b].
     options = sorted(error.options or (path.stem for path in (Path(__file__).parent / group).glob("*.yaml")))
-    return f"{group}={choice} is unknown{_suggestion(choice, options)}; choose one of {', '.join(options)}"
+    given = f"{group or '--config-name'}={choice}"
+    return f"{given} is unknown{_suggestion(choice, options)}; choose one of {', '.join(options)}"
 
 
 def _suggestion(word: str, known: list[str]) -> str:

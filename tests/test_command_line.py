@@ -74,6 +74,7 @@ REFUSALS = {
     "group as a list": ("train=[1]", ["error: train is a group; set its keys, train.KEY=..."]),
     "unknown choices": ("attention=[a,b]", ["attention=b is unknown; choose one of block_sparse,", "naive, sdpa"]),
     "list of numbers": ("optimizer=[1]", ["a list; give each group the name of a choice, such as attention=flash2"]),
+    "unknown configuration": ("--config-name=nosuch", ["--config-name=nosuch is unknown; choose one of config,"]),
     "unknown recipe": ("experiment=gpt2-124", ["experiment=gpt2-124", "did you mean gpt2-124m?"]),
 }
 
