@@ -8,11 +8,12 @@ from dataclasses import asdict
 from functools import partial
 
 import torch
+from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from conf.cli import is_output_dir_given, launch, output_dir, wandb_labels
+from conf.cli import launch, output_dir, wandb_labels
 from conf.commands import next_commands
-from conf.resume import changed_settings, resumed_settings
+from conf.resume import changed_settings, run_settings
 from conf.schema import Config
 from data.loader import document_options
 from data.tokenizers import end_of_text
@@ -20,7 +21,7 @@ from data.tokens import TokenSet, open_tokens
 from trainer.batch_size import check_batch_size, with_batch_size
 from trainer.build import build_loader, build_meter, build_model, compile_model, fix_randomness, open_logs, run_shape
 from trainer.checkpoint.files import State
-from trainer.checkpoint.load import check_finished, check_shared, load_resumed
+from trainer.checkpoint.load import check_finished, check_shared
 from trainer.checkpoint.policy import Checkpoints, check_folder, open_checkpoints
 from trainer.distributed.parallel import data_parallel, shard, synchronise_gradients
 from trainer.distributed.world import ALONE, World, join
@@ -38,11 +39,9 @@ from trainer.summary import describe, first_step_message, last_words, sample
 from trainer.watch import Watch
 
 
-def main(config: Config) -> None:
+def main(composed: DictConfig) -> None:
     """Join the processes that torchrun or Slurm started, and train. A resumed run takes its checkpoint's settings."""
-    resumed = load_resumed(config.checkpoint, output_dir(), is_output_dir_given())
-    if resumed:
-        config = resumed_settings(config, resumed)
+    config, resumed = run_settings(composed)
     with join(config.parallel, config.device, config.train.timeout_s) as world:
         stop = train(config, resumed, world)
     stop.end_process()
@@ -197,4 +196,4 @@ def micro_step(
 
 
 if __name__ == "__main__":
-    launch(main, "config")
+    launch(main, "config", typed=False)

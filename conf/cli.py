@@ -29,11 +29,12 @@ HOME = re.compile(r"""(^|[=,\[]["']?)~(?=/|$|["',\]])""")  # in a value, and in 
 TORCHRUN_GRACE_S = 3  # torchrun needs less to end the other processes when one has ended.
 
 
-def launch(run: Callable[[Any], None], config_name: str, literal: str | None = None) -> None:
+def launch(run: Callable[[Any], None], config_name: str, literal: str | None = None, typed: bool = True) -> None:
     """Call `run` with the typed configuration from conf/<config_name>.yaml and the command line.
 
     A UserError, or an error of Hydra's, ends the program with one sentence on stderr and status 2. `literal` is the key
     of a free text, which needs no quotes for Hydra. With -m, each job is a new process.
+    With typed=False, `run` gets the composed configuration, and calls `to_typed` when all settings are known.
     """
     guard_output()
     if "--version" in sys.argv:
@@ -57,7 +58,8 @@ def launch(run: Callable[[Any], None], config_name: str, literal: str | None = N
             if processes > 1 and not _is_job_of_sweep():
                 start = f"start a single run with torchrun --nproc_per_node={processes}"
                 raise UserError(f"hydra.launcher.nproc_per_node={processes} needs -m; {start}")
-            run(to_typed(config, literal))
+            _check_values(config, literal)
+            run(OmegaConf.to_object(config) if typed else config)
         except Exception as error:
             sentence = sentence_of(error)
             if sentence is None or started_by_submitit():  # The process of the sweep gets the error from submitit.

@@ -6,26 +6,38 @@ from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import MISSING, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 
-from conf.cli import to_typed
+from conf.cli import is_output_dir_given, output_dir, to_typed
 from conf.schema import Config
 from data.config import DataConfig
 from errors import UserError
 from model.attention import VARIANTS, AttentionConfig, CustomConfig, restore_attention
+from trainer.checkpoint.config import CheckpointConfig
 from trainer.checkpoint.files import State
-from trainer.checkpoint.load import of_this_version
+from trainer.checkpoint.load import load_resumed, of_this_version
 from trainer.config import AUTO
 
 PLACES = ("checkpoint.resume", "checkpoint.dir")  # The place of a run is not part of its recipe.
 
 
-def resumed_settings(config: Config, state: State) -> Config:
+def run_settings(composed: DictConfig) -> tuple[Config, State | None]:
+    """Return the settings of a run, and the checkpoint that it continues, or None for a new run.
+
+    `composed` comes from the command line alone. Its values are not compared with each other before they are merged
+    with the checkpoint's: optimizer.min_lr may be above the default of optimizer.lr, but not above the run's.
+    """
+    place = CheckpointConfig(dir=composed.checkpoint.dir, resume=composed.checkpoint.resume)
+    resumed = load_resumed(place, output_dir(), is_output_dir_given())
+    return to_typed(_merged(composed, resumed) if resumed else composed), resumed
+
+
+def _merged(composed: DictConfig, state: State) -> DictConfig:
     """Return the settings of a checkpoint, overridden by the settings on the command line.
 
-    `config` is composed from the command line alone. A group choice such as model=gpt2 gives all settings of its group.
+    A group choice such as model=gpt2 gives all settings of its group.
     """
-    given, source = OmegaConf.structured(config), state["path"]
+    source = state["path"]
     overrides = OverridesParser.create().parse_overrides(HydraConfig.get().overrides.task)
     choices = HydraConfig.get().runtime.choices
     groups = [x for x in overrides if x.key_or_group in choices and x.value() is not None]
@@ -34,14 +46,14 @@ def resumed_settings(config: Config, state: State) -> Config:
         stored = state["config"]
         if "${" in json.dumps(stored):
             raise ValueError("its settings refer to others")
-        attention = config.attention if "attention" in keys else _attention_of(stored["attention"], source)
+        attention = composed.attention if "attention" in keys else _attention_of(stored["attention"], source)
         merged = OmegaConf.merge(OmegaConf.structured(Config), stored | {"attention": attention})
     for key in keys:
-        OmegaConf.update(merged, key, OmegaConf.select(given, key), merge=False)
+        OmegaConf.update(merged, key, OmegaConf.select(composed, key, throw_on_missing=True), merge=False)
     for override in overrides:
         if override not in groups and not override.is_delete():
             OmegaConf.update(merged, override.key_or_group, override.value())
-    merged.checkpoint.resume = config.checkpoint.resume
+    merged.checkpoint.resume = composed.checkpoint.resume
     if merged.train.batch_size == AUTO:
         merged.train.batch_size = stored["train"]["batch_size"]  # the number that the run began with
     if (name := merged.optimizer.name) != (before := stored["optimizer"].get("name", "adamw")):
@@ -54,7 +66,7 @@ def resumed_settings(config: Config, state: State) -> Config:
             f"checkpoint.resume={source} is at step {state['step']}, past train.max_steps={merged.train.max_steps}; "
             "raise train.max_steps, or resume from an earlier checkpoint"
         )
-    return to_typed(merged)
+    return merged
 
 
 def _attention_of(stored: dict, source: str) -> AttentionConfig:

@@ -36,7 +36,7 @@ def fork(module, name):
         function = getattr(module, name)
         setattr(module, name, lambda *args, **kwargs: (os.write(writing, b"."), function(*args, **kwargs))[1])
         sys.argv[1:] = arguments
-        train.launch(train.main, "config")
+        train.launch(train.main, "config", typed=False)
         os._exit(0)
     os.close(writing)
     return pid, reading

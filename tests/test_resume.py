@@ -131,6 +131,43 @@ def test_other_evaluations_begin_a_new_best():
     assert "data.document_mask false -> true: the best" in masked.out and load(best)["step"] == 10
 
 
+@pytest.mark.parametrize(
+    ("own", "given"),
+    [
+        ("train.batch_size=4", "train.global_batch_size=12"),
+        ("optimizer.lr=1e-2", "optimizer.min_lr=5e-3"),
+        ("optimizer=muon", "optimizer.muon.momentum=0.9"),
+        ("model.n_head=3 model.n_embd=96", "model.n_kv_head=3"),
+    ],
+)
+def test_what_the_command_line_changes_must_fit_the_checkpoint_and_not_the_defaults(own, given):
+    """train.global_batch_size=12 was refused because it is not a multiple of the default batch size, 8."""
+    train("run", *own.split()).ok()
+    outcome = run("train.py", "checkpoint.resume=auto", "hydra.run.dir=run", "train.max_steps=6", given).ok()
+    assert set(changes("run")[0][2]) == {given.partition("=")[0], "train.max_steps"}, outcome.out
+
+
+def test_a_wrong_setting_is_refused_before_anything_is_written():
+    train("run").ok()
+    before = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
+    resume = "checkpoint.resume=auto", "hydra.run.dir=run", "train.max_steps=6"
+    for given, sentence in (
+        ("optimizer.min_lr=2e-2", "optimizer.min_lr=0.02 is above optimizer.lr=0.01; lower min_lr or raise lr"),
+        ("train.global_batch_size=3", "train.global_batch_size=3 is not a multiple of train.batch_size=2; set"),
+        ("checkpoint.interval=0", "checkpoint.interval=0 is out of range"),
+        ("wandb.mode=sometimes", "wandb.mode=sometimes is unknown"),
+        ("data=tokens", "data.dir has no value; give data.dir=..."),
+    ):
+        refused = run("train.py", *resume, given)
+        assert refused.code == 2 and not refused.out
+        assert refused.err.startswith(f"error: {sentence}") and len(refused.err.splitlines()) == 1, refused.err
+    assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == before
+    for given in ("train.eval_interval=0", "optimizer.min_lr=2e-2"):  # a new run
+        refused = train("new", "checkpoint.resume=auto", given)
+        assert refused.code == 2 and refused.err.startswith(f"error: {given.partition('=')[0]}=")
+    assert not Path("new").exists()
+
+
 def test_an_experiment_changes_what_its_file_sets(tmp_path):
     train("run", *OWN, "data.document_mask=true").ok()
     (tmp_path / "mine/experiment").mkdir(parents=True)

@@ -40,7 +40,7 @@ SLOW_TRAINER = """
 import time, train
 quick_step = train.train_step
 train.train_step = lambda *args: (time.sleep(2 if args[2].step in (23, 24) else 0), quick_step(*args))[1]
-train.launch(train.main, "config")
+train.launch(train.main, "config", typed=False)
 """
 
 

@@ -115,7 +115,7 @@ def train_in(folder: Path, cell: dict, tokens: str) -> None:
     }
     sys.argv = ["train.py", *(f"{key}={value}" for key, value in settings.items())]
     try:
-        launch(train.main, "config")
+        launch(train.main, "config", typed=False)
     except SystemExit as ended:
         if ended.code != 128 + signal.SIGTERM:
             raise

@@ -48,8 +48,8 @@ def measured(settings, attention="flash2", seed=SEED, **changes):
 @pytest.mark.slow
 def test_a_run_that_reaches_its_time_limit_continues_where_it_stopped(settings, monkeypatch, tmp_path):
     """The perplexity is the same, bit for bit. The limit leaves time to save, and train.py has the recipe."""
-    alarms, configs, step, main, alarm = [], [], train.train_step, train.main, signal.alarm
-    monkeypatch.setattr(train, "main", lambda config: configs.append(config) or main(config))
+    alarms, configs, step, run, alarm = [], [], train.train_step, train.train, signal.alarm
+    monkeypatch.setattr(train, "train", lambda config, *args: configs.append(config) or run(config, *args))
     whole = measured(settings)
     assert 4 < whole < 40_000, "below the vocabulary's size, the perplexity of an untrained model"
     [config] = configs
