@@ -47,7 +47,8 @@ def _merged(composed: DictConfig, state: State) -> DictConfig:
         if "${" in json.dumps(stored):
             raise ValueError("its settings refer to others")
         attention = composed.attention if "attention" in keys else _attention_of(stored["attention"], source)
-        merged = OmegaConf.merge(OmegaConf.structured(Config), stored | {"attention": attention})
+        before = OmegaConf.merge(OmegaConf.structured(Config), stored | {"attention": attention})
+    merged = before.copy()
     for key in keys:
         OmegaConf.update(merged, key, OmegaConf.select(composed, key, throw_on_missing=True), merge=False)
     for override in overrides:
@@ -55,18 +56,29 @@ def _merged(composed: DictConfig, state: State) -> DictConfig:
             OmegaConf.update(merged, override.key_or_group, override.value())
     merged.checkpoint.resume = composed.checkpoint.resume
     if merged.train.batch_size == AUTO:
-        merged.train.batch_size = stored["train"]["batch_size"]  # the number that the run began with
-    if (name := merged.optimizer.name) != (before := stored["optimizer"].get("name", "adamw")):
+        merged.train.batch_size = before.train.batch_size  # the number that the run began with
+    _check_merged(merged, before, state)
+    return merged
+
+
+def _check_merged(merged: DictConfig, before: DictConfig, state: State) -> None:
+    """Refuse changes of the settings `before` that the checkpoint cannot follow."""
+    source = state["path"]
+    if (name := merged.optimizer.name) != (own := before.optimizer.name):
         raise UserError(
             f"optimizer={name} cannot continue checkpoint.resume={source}, which holds the moments of "
-            f"optimizer={before}; set optimizer={before}, or start a new run with model.pretrained={source}"
+            f"optimizer={own}; set optimizer={own}, or start a new run with model.pretrained={source}"
+        )
+    if (weights := merged.model.pretrained) not in (None, before.model.pretrained):
+        raise UserError(
+            f"model.pretrained={weights} has no effect on a resumed run; leave it out, or start a new run in another "
+            "folder"
         )
     if state["step"] > merged.train.max_steps:
         raise UserError(
             f"checkpoint.resume={source} is at step {state['step']}, past train.max_steps={merged.train.max_steps}; "
             "raise train.max_steps, or resume from an earlier checkpoint"
         )
-    return merged
 
 
 def _attention_of(stored: dict, source: str) -> AttentionConfig:

@@ -168,6 +168,21 @@ def test_a_wrong_setting_is_refused_before_anything_is_written():
     assert not Path("new").exists()
 
 
+def test_other_pretrained_weights_are_refused_because_the_checkpoint_has_the_weights():
+    """The run printed that model.pretrained had changed, and continued with the checkpoint's weights."""
+    train("first").ok()
+    begin = "model.pretrained=first", "checkpoint.resume=auto"
+    train("tuned", *begin).ok()
+    longer = "checkpoint.resume=auto", "train.max_steps=6"
+    for folder, given in (("tuned", "tuned"), ("first", "nosuch")):
+        refused = run("train.py", *longer, f"hydra.run.dir={folder}", f"model.pretrained={given}")
+        sentence = f"model.pretrained={given} has no effect on a resumed run; leave it out, or start a new run in"
+        assert refused.code == 2 and refused.err == f"error: {sentence} another folder\n"
+    train("tuned", *begin, "train.max_steps=6").ok()
+    assert [row[2] for row in changes("tuned")] == [{"train.max_steps": [5, 6]}]
+    run("train.py", *longer, "hydra.run.dir=tuned", "train.max_steps=7").ok()
+
+
 def test_an_experiment_changes_what_its_file_sets(tmp_path):
     train("run", *OWN, "data.document_mask=true").ok()
     (tmp_path / "mine/experiment").mkdir(parents=True)
