@@ -7,6 +7,7 @@ from operator import attrgetter
 import pytest
 from hydra._internal.core_plugins.basic_launcher import BasicLauncherConf
 from hydra.core.config_store import ConfigStore
+from submitit import AutoExecutor
 
 from conf.arguments import OTHER_VALUES, SETTINGS, slip_in
 from conf.schema import Config
@@ -60,6 +61,7 @@ def test_a_sweep_in_its_folder_works_with_other_launchers(workplace, monkeypatch
     """The launchers themselves give hydra.run.dir to their jobs. Ours has the name of Hydra's, basic."""
     store = partial(ConfigStore.instance().store, "basic", BasicLauncherConf, "hydra/launcher")
     monkeypatch.setattr(process_launcher, "register", store)
+    monkeypatch.setattr(AutoExecutor, "map_array", AutoExecutor.map_array)  # undo what conf/slurm.py replaces
     monkeypatch.setenv("PYTHONPATH", python_path())
     run("train.py", "-m", f"hydra/launcher={launcher}", *TINY, "hydra.sweep.dir=runs/a", "train.max_steps=1").ok()
     assert {path.name for path in workplace.iterdir()} == {"runs", "tokens"}
