@@ -1,4 +1,4 @@
-"""Mistakes that the words of a command line show, before Hydra reads them."""
+"""Find mistakes in a command line before Hydra parses it."""
 
 from collections.abc import Collection, Sequence
 
@@ -47,15 +47,18 @@ OTHER_VALUES = {
 
 
 def slip_in(arguments: Sequence[str], is_training: bool) -> str | None:
-    """Return the sentence for the first slip in a command line, or None. `is_training` is true for train.py."""
+    """Return the sentence for the first mistake in a command line, or None. `is_training` is true for train.py."""
     options = (_unknown_option(argument, is_training) for argument in arguments if argument.startswith("--"))
     return next(filter(None, options), None) or _unused_folder(arguments)
 
 
 def _unknown_option(argument: str, is_training: bool) -> str | None:
-    """Return the sentence for an option that Hydra does not have. Hydra takes the beginning of an option, too."""
+    """Return the sentence for an option that Hydra does not have, or that is shortened.
+
+    Jobs of a sweep get the options of the sweep except --multirun. With --multi, each job would start the sweep again.
+    """
     option, _, value = argument.partition("=")
-    if any(flag.startswith(option) for flag in FLAGS):
+    if option in (*FLAGS, "--"):
         return None
     remedy, name = "write settings as key=value, without dashes (see --help)", option[2:].replace("-", "_")
     if is_training and name in SETTINGS:
@@ -81,6 +84,8 @@ def _unused_folder(arguments: Sequence[str]) -> str | None:
     A job of the process launcher has hydra.run.dir from the launcher, and hydra.sweep.dir from the user.
     """
     given = dict(argument.lstrip("+").partition("=")[::2] for argument in arguments)
+    if not given.keys().isdisjoint(("--cfg", "-c", "--info", "-i", "--help", "-h")):
+        return None  # The program only prints.
     is_sweep = not given.keys().isdisjoint(("-m", "--multirun")) or given.get("hydra.mode") == "MULTIRUN"
     used, ignored = ("hydra.sweep.dir", "hydra.run.dir") if is_sweep else ("hydra.run.dir", "hydra.sweep.dir")
     if used in given or ignored not in given:

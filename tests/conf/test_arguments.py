@@ -50,7 +50,14 @@ def test_an_output_folder_that_the_start_ignores_is_refused(workplace, arguments
 
 @pytest.mark.parametrize(
     "arguments",
-    ["-m hydra.sweep.dir=a", "hydra.run.dir=a", "hydra.mode=RUN hydra.sweep.dir=a hydra.run.dir=a/0", "-m", ""],
+    [
+        "-m hydra.sweep.dir=a",
+        "hydra.run.dir=a",
+        "hydra.mode=RUN hydra.sweep.dir=a hydra.run.dir=a/0",
+        "-m",
+        "",
+        "--cfg hydra hydra.sweep.dir=a",
+    ],
 )
 def test_an_output_folder_that_is_used_is_accepted(arguments):
     assert slip_in(arguments.split(), is_training=True) is None
@@ -81,8 +88,9 @@ def test_a_sweep_in_its_folder_works_with_other_launchers(workplace, monkeypatch
             "--attention=sdpa",
             "--attention=sdpa is not an option; write settings as key=value, without dashes (see --help)",
         ),
+        ("--multi", "--multi is not an option; write settings as key=value, without dashes (see --help)"),
     ],
-    ids=["nanoGPT's name", "no value", "other values", "our name"],
+    ids=["nanoGPT's name", "no value", "other values", "our name", "shortened"],
 )
 def test_an_option_that_hydra_does_not_have_is_refused(workplace, argument, sentence):
     """Hydra printed eight lines of usage."""
@@ -94,7 +102,9 @@ def test_other_programs_have_no_settings_of_nanogpt():
     assert slip_in(["--batch_size=12"], is_training=False) == f"--batch_size=12 is not an option; {remedy}"
 
 
-@pytest.mark.parametrize("argument", ["--cfg=job", "--multi", "--config-name=config", "--info", "--", "prompt=--x=1"])
+@pytest.mark.parametrize(
+    "argument", ["--cfg=job", "--multirun", "--config-name=config", "--info", "--", "prompt=--x=1"]
+)
 def test_options_of_hydra_are_accepted(argument):
     assert slip_in([argument], is_training=True) is None
 
