@@ -89,7 +89,7 @@ def _refuse_text(config: DataConfig) -> None:
     unused = assigned(f"data.{next(iter(given))}", next(iter(given.values())))
     words = [assigned(f"data.{key}", value) for key, value in ({"source": "TEXT"} | given).items()]
     remedy = f"prepare it with `python -m data.prepare data=text {' '.join(words)} data.dir=FOLDER`"
-    rest = "" if "source" in given else ", or leave it out"
+    rest = ", or set data.source=null" if "source" in given else ", or leave it out"
     raise UserError(f"{unused} is not used by data={config.name}; {remedy}{rest}")
 
 
@@ -97,11 +97,18 @@ def _refuse_other_source(source: str, made: object, folder: Path) -> None:
     """Raise UserError if the tokens in `folder` were not made from `source`. Two paths to the same place are equal."""
     if made is None:
         problem = "from the files of the Hugging Face hub; leave data.source out"
-    elif made == source or len({os.path.realpath(os.path.expanduser(str(path))) for path in (made, source)}) == 1:
+    elif _is_same_place(str(made), source):
         return
     else:
-        problem = f"from {made}; prepare it in another data.dir"
+        problem = f"from {made}; prepare it in another data.dir, or leave data.source out"
     raise UserError(f"{assigned('data.source', source)}, but {folder} was made {problem}")
+
+
+def _is_same_place(*sources: str) -> bool:
+    """Return whether two sources can be the same text. A relative one may have been written in another folder."""
+    short, long = sorted((Path(source).expanduser() for source in sources), key=Path.is_absolute)
+    is_end = not short.is_absolute() and long.is_absolute() and long.parts[-len(short.parts) :] == short.parts
+    return is_end or os.path.realpath(short) == os.path.realpath(long)
 
 
 def _open_split(path: Path, meta: dict | None, config: DataConfig) -> np.ndarray:

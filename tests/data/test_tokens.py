@@ -188,7 +188,7 @@ def test_data_tokens_and_folders_of_unknown_corpora_are_opened(corpus, source):
         (
             {"text_column": "body", "source": "a.jsonl"},
             "data.source=a.jsonl is",
-            "data.source=a.jsonl data.text_column=body data.dir=FOLDER`",
+            "data.source=a.jsonl data.text_column=body data.dir=FOLDER`, or set data.source=null",
         ),
         (
             {"text_column": "body"},
@@ -237,10 +237,17 @@ def test_tokens_of_another_source_are_refused(tmp_path, monkeypatch):
         assert open_tokens(config(source=same)).train.size
     with pytest.raises(UserError) as refusal:
         open_tokens(config(source="b.jsonl"))
-    assert str(refusal.value) == "data.source=b.jsonl, but o was made from a.jsonl; prepare it in another data.dir"
+    problem = "data.source=b.jsonl, but o was made from a.jsonl"
+    assert str(refusal.value) == f"{problem}; prepare it in another data.dir, or leave data.source out"
     (tmp_path / "a.jsonl").unlink()  # the text may be gone
     assert open_tokens(config(source=str(tmp_path / "a.jsonl"))).train.size
     assert open_tokens(config_of("o")).train.size
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    config = partial(config_of, "../o", name="text")
+    assert open_tokens(config(source=str(tmp_path / "a.jsonl"))).train.size
+    with pytest.raises(UserError, match="made from a.jsonl"):
+        open_tokens(config(source=str(tmp_path / "b.jsonl")))
 
 
 @pytest.mark.parametrize(
