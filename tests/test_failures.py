@@ -101,33 +101,24 @@ CUDA_ERROR = "CUDA out of memory. Tried to allocate 9 GiB. GPU 0 has a total cap
 
 
 @pytest.mark.parametrize(
-    ("method", "error", "begins"),
+    ("error", "begins"),
     [
-        ("forward", MemoryError(), "out of memory (MemoryError); choose"),
+        (MemoryError(), "out of memory (MemoryError); choose"),
         (
-            "forward",
             RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
             "out of memory (DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes);",
         ),
-        (
-            "to",
-            RuntimeError("CUDA error: out of memory\nmore"),
-            "out of GPU memory (CUDA error: out of memory);",
-        ),
-        (
-            "to",
-            torch.OutOfMemoryError(CUDA_ERROR),
-            "out of GPU memory (CUDA out of memory. Tried to allocate 9 GiB);",
-        ),
+        (RuntimeError("CUDA error: out of memory\nmore"), "out of GPU memory (CUDA error: out of memory);"),
+        (torch.OutOfMemoryError(CUDA_ERROR), "out of GPU memory (CUDA out of memory. Tried to allocate 9 GiB);"),
     ],
 )
-def test_a_machine_without_the_memory_is_told_in_a_sentence(workplace, monkeypatch, method, error, begins):
-    """A step runs out of host memory, and the set-up before the steps runs out of host or GPU memory."""
+def test_a_set_up_without_the_memory_ends_with_a_sentence(workplace, monkeypatch, error, begins):
+    """A step that runs out of memory names its sizes: see tests/trainer/test_memory.py."""
 
     def refuse(*_, **__):
         raise error
 
-    monkeypatch.setattr(GPT2, method, refuse)
+    monkeypatch.setattr(GPT2, "to", refuse)
     outcome = train("run")
     (sentence,) = outcome.err.splitlines()
     assert outcome.code == 2 and sentence.startswith(f"error: {begins}")

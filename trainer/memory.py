@@ -19,7 +19,7 @@ from trainer.precision import Compute
 MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 # Numbers that a CPU needs for each token, in units of n_embd:
 STORED = {"none": 16, "selective": 12, "full": 2}  # for the backward pass, in each layer
-WORKING = {"none": 48, "selective": 48, "full": 64}  # for the layer at work and the ends; fitted to measured peaks
+WORKING = {"none": 48, "selective": 48, "full": 64}  # of one layer, the embedding and the head; fitted
 
 
 @contextmanager
@@ -27,7 +27,7 @@ def explaining_out_of_memory(model: nn.Module, settings: TrainConfig, compute: C
     """Turn an error that says that memory ran out into a UserError that names the sizes and the settings to lower."""
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         raise UserError(out_of_memory(two_sentences(error), model, settings, compute)) from error

@@ -48,6 +48,7 @@ def test_the_remedies_keep_the_sequences_of_a_step(settings, remedy):
             "CUDA out of memory. Tried to allocate 2.00 GiB",
         ),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), "CUDA error: CUBLAS_"),
+        (MemoryError("Unable to allocate 2 GiB"), "Unable to allocate 2 GiB"),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), "[enforce fail] Default"),
     ],
 )
