@@ -14,9 +14,9 @@ class DataConfig:
     """The corpus: the folder of its token files and, if they are prepared here, their source."""
 
     name: str
-    """stdlib: the standard library of the running Python, tokenized on first use. tokens: existing token files, for
-    example nanoGPT's. text: your own files. The others are corpora of the Hugging Face hub. `python -m data.prepare`
-    tokenizes text and hub corpora once."""
+    """stdlib: the standard library of the Python that first used the folder, tokenized then. tokens: existing token
+    files, for example nanoGPT's. text: your own files. The others are corpora of the Hugging Face hub. `python -m
+    data.prepare` tokenizes text and hub corpora once."""
     dir: str
     """Folder of train.bin, val.bin and meta.json."""
     tokenizer: str

@@ -1,4 +1,4 @@
-"""A corpus that every machine has: the source text of the running Python's standard library."""
+"""A corpus that every machine has: the source text of Python's standard library."""
 
 import hashlib
 import platform
@@ -20,8 +20,9 @@ SKIPPED_FOLDERS = {"test", "tests", "idlelib", "site-packages", "dist-packages",
 def build(config: DataConfig) -> None:
     """Tokenize the standard library into `config.dir`, one document per file.
 
-    Do nothing if the folder already holds the library with the same tokenizer and split, perhaps another Python's: a
-    run may be using these tokens. Raise UserError if the folder holds another corpus, tokenizer or split.
+    Do nothing if the folder already holds the library with the same tokenizer and split. The tokens may come from
+    another Python, because a run may be using them. Raise UserError if the folder holds another corpus, tokenizer or
+    split.
     """
     folder = Path(config.dir).expanduser()
     files = source_files()

@@ -226,7 +226,7 @@ def checksum(path: Path) -> str:
 
 
 def _as_typed(key: str, value: object) -> str:
-    """Return what meta.json tells as a setting on the command line, or as it is if it is no setting."""
+    """Return an entry of meta.json as key=value. The key of a setting is written as on the command line."""
     if key == "name":
         return assigned("data", value)
     return assigned(f"data.{key}" if key in {field.name for field in fields(DataConfig)} else key, value)

@@ -8,7 +8,7 @@ logsumexp, causal), which returns dq, dk and dv. The scale of the scores is 1 / 
 
 - q, k and v are (B, T, H, D) in bf16 or fp16, with T a multiple of 128 and D 64 or 128. All three have the same strides
   (T s, s, D, 1), for example as contiguous tensors (s = H D) or as parts of one packed projection (s = 3 H D).
-- out and dout are shaped and typed like q. All results have the same shape and dtype. All of these are contiguous.
+- out, dout and all results have q's shape and dtype, and are contiguous.
 - logsumexp (B, H, T), fp32 and contiguous, is the natural logsumexp of the scaled scores.
 """
 

@@ -13,7 +13,7 @@ class CheckpointConfig:
     dir: str | None = None
     """Folder of the checkpoints; null is `checkpoints` in the run's output folder."""
     interval: int = 100
-    """Steps between two checkpoints. conf/config.yaml sets train.eval_interval. The run saves one more at its end."""
+    """Steps between two checkpoints. conf/config.yaml sets it to train.eval_interval. The end saves one more."""
     keep: int = 2
     """How many of the newest checkpoints stay. The checkpoint with the best validation loss stays too: as best.pt, or
     with split weights as the link best."""
