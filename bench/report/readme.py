@@ -127,6 +127,11 @@ def machine(where: dict) -> str:
     return f"One {where['gpu'] or where['cpu'] + ' CPU'}, torch {where['torch']}, Triton {where['triton']}"
 
 
+def card(where: dict) -> str:
+    """Return the short name of an environment's GPU, for example H100."""
+    return re.sub(r"NVIDIA | .*", "", where["gpu"])
+
+
 def parity_table(results: Path) -> str:
     """Return the attention variants side by side, from one run of bench.parity."""
     file = read_results(results / "parity.json")
@@ -250,8 +255,7 @@ def fp8_table(results: Path) -> str:
     for file, row, others in fp8_cells(results):
         captions[caption(file)] = None
         [bf16] = filter(is_ours_in_bf16, others)
-        gpu = re.sub(r"NVIDIA | .*", "", file["environment"]["gpu"])
-        what = gpu, f"`{row['model']}`, {length_text(row['context_length'])}"
+        what = card(file["environment"]), f"`{row['model']}`, {length_text(row['context_length'])}"
         batches = f"{bf16['batch_size']}, {row['batch_size']}"
         speeds = (at_least(x["tokens_per_second"], 0) for x in (bf16, row))
         gain = at_least(row["tokens_per_second"] / bf16["tokens_per_second"], 3)
@@ -332,7 +336,7 @@ def key_heads_table(results: Path) -> str:
     for path in sorted(results.parent.glob("*/features.json")):
         file = read_results(path)
         captions.append(caption(file))
-        gpu = re.sub(r"NVIDIA | .*", "", file["environment"]["gpu"])
+        gpu = card(file["environment"])
         for row in file["key_heads"]:
             what = gpu, f"{row['model']}, {length_text(row['context_length'])}", str(row["n_kv_head"])
             sizes = f"{row['parameters'] / 1e6:.1f} M", f"{at_most(row['cache_mib'], 0)} MiB"
