@@ -47,7 +47,7 @@ def open_tokens(config: DataConfig) -> TokenSet:
 
     Raises:
         UserError: a file is missing, empty, truncated, in a foreign format, or does not match meta.json; or a setting
-            asks for other text than that of the files.
+            names a text that the files were not made from.
     """
     if config.name in ("stdlib", "tokens"):
         _refuse_text(config)

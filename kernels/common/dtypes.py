@@ -1,4 +1,4 @@
-"""The dtype in which operators compute sums and statistics."""
+"""The dtype of the sums and statistics that operators compute."""
 
 import torch
 

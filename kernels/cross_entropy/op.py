@@ -97,7 +97,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
     """Return the mean of -log softmax(hidden @ weight.T)[target] over tokens with a target >= 0, in nats.
 
-    hidden is (N, C). weight is (padded V, C): its rows from vocab_size on are padding. targets (N,) are integers below
+    hidden is (N, C). weight is (padded V, C). Its rows from vocab_size on are padding. targets (N,) are integers below
     vocab_size, but this is not checked. The loss is fp32, or fp64 for fp64 hidden on a CPU. The products are computed
     in hidden's dtype. The gradient by weight is summed in the weight's dtype, and its rows of padding are zero.
 

@@ -50,8 +50,8 @@ def flash1(
 ) -> Tensor:  # fmt: skip
     """Return softmax(Q K^T scale) V by FlashAttention (Dao et al., 2022, Algorithms 1, 2 and 4).
 
-    Neither pass stores the scores. q is (B, T, H, D), k and v are (B, S, G, D) with H a multiple of G; the output is
-    (B, T, H, D), contiguous. flash2 explains the inputs and the masks.
+    Neither pass stores the scores. q is (B, T, H, D). k and v are (B, S, G, D), and H is a multiple of G. The output is
+    (B, T, H, D), contiguous. The docstring of flash2 explains the inputs and the masks.
 
     Raises:
         ValueError: a shape, dtype, device or option that flash2 refuses too.

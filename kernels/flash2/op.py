@@ -109,9 +109,9 @@ def flash2(
         scale: factor of the scores, positive; 1 / sqrt(head_dim) by default.
         dropout_p: share of the probabilities dropped, in [0, 1), by torch's generator.
         window: with causal, each query sees only the last `window` keys up to its own; all of them by default.
-        cu_seqlens: cumulative lengths (n + 1,) int32 of n documents, which fill the batch's sequences laid end to end
-            and rise from 0 to batch * seq. Each document attends only to itself. The values stay on the device and are
-            not checked.
+        cu_seqlens: cumulative lengths of n documents, (n + 1,) int32, from 0 to batch * seq. The documents fill the
+            sequences of the batch, laid end to end. Each document attends only to itself. The values stay on the device
+            and are not checked.
         blocks: compute only these blocks of 128 queries by 128 keys, from kernels.flash2.block_lists.listed. It
             requires seq_q = seq_k and no window.
         return_lse: also return the natural logsumexp of the scaled scores, (batch, heads, seq_q) in fp32, or -inf for

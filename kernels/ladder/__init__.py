@@ -6,8 +6,8 @@ counter to look at. FORWARD and BACKWARD list the steps in order.
 A forward step has forward(q, k, v, causal), which returns the output. A backward step has backward(dout, q, k, v, out,
 logsumexp, causal), which returns dq, dk and dv. The scale of the scores is 1 / sqrt(D).
 
-- q, k and v are (B, T, H, D) in bf16 or fp16, with T a multiple of 128 and D 64 or 128. All three have the same strides
-  (T s, s, D, 1), for example as contiguous tensors (s = H D) or as parts of one packed projection (s = 3 H D).
+- q, k and v are (B, T, H, D) in bf16 or fp16. T is a multiple of 128, and D is 64 or 128. The strides of all three are
+  (T s, s, D, 1). Contiguous tensors have s = H D, and the parts of one packed projection have s = 3 H D.
 - out, dout and all results have q's shape and dtype, and are contiguous.
 - logsumexp (B, H, T), fp32 and contiguous, is the natural logsumexp of the scaled scores.
 """
