@@ -52,6 +52,14 @@ def _length_of(seq_k: int, options: Options) -> int:
     return options.window or seq_k
 
 
+def takes_turns(options: Options) -> bool:
+    """Return whether the programs of the Hopper backward can add to dQ in a fixed order, which each computes itself.
+
+    Without a causal mask, a program would have to search the documents for the last keys that see a query.
+    """
+    return options.causal or options.documents is None
+
+
 def explain(
     head_dim: int, dtype: torch.dtype, causal: bool, seq_len: int, arch: str, dropout_p: float = 0.0,
     deterministic: bool = False, documents: bool = False, window: int = 0,
@@ -72,7 +80,8 @@ def explain(
         forward = f"forward by warp-specialised Gluon, {hopper_config_for('forward', *kind)}"
     if uses_hopper_kernels("backward", *asked):
         config = hopper_config_for("backward", *kind)
-        config = without_dq(config, head_dim) if deterministic else config
+        if deterministic and not takes_turns(options):
+            config = without_dq(config, head_dim)
         backward = f"backward by warp-specialised Gluon, {config}"
         if not config.fused:
             backward += f", dQ by plain Triton, {parts['query_gradient']}"
@@ -166,9 +175,10 @@ def _backward_into(
     if isinstance(config, HopperBackwardConfig):
         from kernels.flash2.hopper_backward import host as hopper  # needs Gluon, which uses_hopper_kernels checks
 
-        config = without_dq(config, q.shape[3]) if deterministic else config
+        if deterministic and not takes_turns(options):
+            config = without_dq(config, q.shape[3])
         sums = sums if config.fused and dlogsumexp is None and not options.dropout_p else None
-        delta = hopper.backward_into(*tensors, sums, options, config)
+        delta = hopper.backward_into(*tensors, sums, options, config, deterministic)
         if config.fused:
             return sums is not None
         config = _choose("backward", None, *kind, tma=False)  # the plain kernels' tiles

@@ -103,16 +103,16 @@ def compile_baselines(target: str) -> list[dict]:
     return rows
 
 
-def compile_hopper(pass_: str, head_dim: int, dtype: str, mask: str, config) -> list[dict]:
-    """Compile flash2's warp-specialised kernel of one pass."""
+def compile_hopper(pass_: str, head_dim: int, dtype: str, mask: str, config, ordered: bool = False) -> list[dict]:
+    """Compile flash2's warp-specialised kernel of one pass. If `ordered`, additions to dQ have an order."""
     kernel = {"forward": hopper_forward.forward_kernel, "backward": hopper_backward.main_kernel}[pass_]
-    signature, constants, options = signatures.attention(head_dim, DTYPES[dtype], mask, config)
+    signature, constants, options = signatures.attention(head_dim, DTYPES[dtype], mask, config, ordered)
     named = {kernel.arg_names[key[0]] if isinstance(key, tuple) else key: x for key, x in constants.items()}
     assert (named["CAUSAL"], named["DROPOUT"]) == (mask != "full", mask == "dropout")
     assert (named["WINDOW"], named["DOCUMENTS"]) == (mask == "window", mask == "documents")
     compiled = compile_gluon(kernel, signature, constants, options)
     code = disassembled(compiled)
-    row = report("sm_90", "hopper", [pass_, head_dim, dtype, mask, config], compiled)
+    row = report("sm_90", "hopper", [pass_, head_dim, dtype, mask, config, ordered], compiled)
     row["beside_products"] = spills_beside_products(code, config.consumers if pass_ == "forward" else 1)
     return [row | ({"lost": lost_operands(code)} if pass_ == "backward" else {})]
 
@@ -202,12 +202,13 @@ def compile_fp8(target: str) -> list[dict]:
 
 
 def hopper_jobs() -> list[tuple]:
-    """List compile_hopper's arguments: each entry of the table, causal backward passes without dQ (deterministic), and
-    causal passes in fp16 with heads of 80 and 128.
+    """List compile_hopper's arguments: each entry of the table; causal backward passes without dQ, and with additions
+    to dQ in a fixed order; causal passes in fp16 with heads of 80 and 128.
     """
     jobs = [(pass_, head_dim, "bf16", mask, config) for pass_, head_dim, mask, config in hopper_configs()]
     causal = [job for job in jobs if job[3] == "causal"]
     jobs += [(*job[:4], without_dq(job[4], job[1])) for job in causal if job[0] == "backward"]
+    jobs += [(*job, True) for job in causal if job[0] == "backward"]
     jobs += [(job[0], job[1], "fp16", *job[3:]) for job in causal if job[1] in (80, 128)]
     return list(dict.fromkeys(jobs))
 

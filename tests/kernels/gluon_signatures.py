@@ -36,8 +36,11 @@ def signature_of(kernel, arguments: Iterable) -> tuple[dict, dict]:
     return signature, constants
 
 
-def attention(head_dim: int, dtype: torch.dtype, mask: str, config: HopperConfig) -> Signature:
-    """Describe flash2's kernel of the pass that the config belongs to. `mask` is a name in the table of tiles."""
+def attention(head_dim: int, dtype: torch.dtype, mask: str, config: HopperConfig, ordered: bool = False) -> Signature:
+    """Describe flash2's kernel of the pass that the config belongs to. `mask` is a name in the table of tiles.
+
+    If `ordered`, a backward pass adds to dQ in a fixed order.
+    """
     x = torch.empty((1, config.keys, 1, head_dim), dtype=dtype)
     documents = torch.empty((1, 2, config.keys), dtype=torch.int32) if mask == "documents" else None
     options = Options(documents=documents, causal=mask != "full", window=config.keys if mask == "window" else 0)
@@ -50,8 +53,9 @@ def attention(head_dim: int, dtype: torch.dtype, mask: str, config: HopperConfig
     else:
         kernel, launched = hopper_backward.main_kernel, config.compiler_options
         accumulator = torch.empty(config.queries * head_dim) if config.fused else None
+        turns = torch.empty(1, dtype=torch.int32) if ordered else None
         stats = hopper_backward.statistics_for(1, x, options, config)
-        arguments = hopper_backward.arguments_of(accumulator, stats, x, x, x, x, x, x, options, 1, config)
+        arguments = hopper_backward.arguments_of(accumulator, turns, stats, x, x, x, x, x, x, options, 1, config)
     return *signature_of(kernel, sum(arguments, ())), launched
 
 

@@ -61,9 +61,12 @@ def test_the_explained_loads_are_those_of_the_kernels(head_dim, arch, dtype, mon
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_the_dq_of_a_deterministic_backward_is_explained_as_plain(deterministic):
-    line = dispatch.explain(128, BF16, True, 1024, "sm_90", deterministic=deterministic)
-    assert "backward by warp-specialised Gluon" in line and ("dQ by plain Triton" in line) is deterministic
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("documents", [False, True])
+def test_a_deterministic_dq_is_plain_with_documents_and_no_causal_mask(deterministic, causal, documents):
+    line = dispatch.explain(128, BF16, causal, 1024, "sm_90", deterministic=deterministic, documents=documents)
+    is_plain = deterministic and documents and not causal
+    assert "backward by warp-specialised Gluon" in line and ("dQ by plain Triton" in line) is is_plain
 
 
 def test_a_length_without_settings_gets_the_plain_kernels(monkeypatch):

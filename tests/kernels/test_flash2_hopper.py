@@ -82,6 +82,40 @@ def test_every_setting_of_hopper_is_attention(pass_, head_dim, mask, config, dty
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
+@pytest.mark.parametrize(("causal", "window", "documents"), [(0, 0, 0), (1, 0, 0), (1, 700, 0), (1, 0, 1), (0, 0, 1)])
+def test_a_deterministic_backward_repeats_its_bits_with_many_more_programs_than_multiprocessors(
+    head_dim, causal, window, documents
+):
+    case = Case(4, seq_q=3000, seq_k=3000, heads=24, kv_heads=12, head_dim=head_dim, causal=bool(causal), dtype=BF16)
+    q, k, v, dout = draw(case, "cuda")
+    cuts = torch.tensor([0, 1999, 2000, 2100, 6000, 12000], dtype=torch.int32, device="cuda")
+    bounds = document_bounds(cuts, 4, 3000) if documents else None
+    options = Options(documents=bounds, causal=bool(causal), window=window, scale=head_dim**-0.5)
+    out, logsumexp = dispatch.forward(q, k, v, *options)
+    expected = dispatch.backward(dout, q, k, v, out, logsumexp, None, False, *options)
+    first = dispatch.backward(dout, q, k, v, out, logsumexp, None, True, *options)
+    for got, want in zip(first, expected, strict=True):
+        assert (got.double() - want.double()).norm() < 5e-3 * want.double().norm()
+    for _ in range(5):
+        again = dispatch.backward(dout, q, k, v, out, logsumexp, None, True, *options)
+        assert all(map(torch.equal, again, first))
+
+
+@pytest.mark.gpu
+def test_a_deterministic_gradient_of_a_bias_repeats_its_bits():
+    qkv = torch.randn(4, 2000, 3, 12, 64, device="cuda", dtype=BF16, requires_grad=True)
+    bias, dout = torch.zeros(2304, device="cuda", requires_grad=True), torch.randn_like(qkv[:, :, 0])
+    grads = []
+    for _ in range(5):
+        out = flash2_packed(qkv, bias=bias, causal=True, deterministic=True)
+        grads.append(torch.autograd.grad(out, (qkv, bias), dout))
+    dqkv, dbias = grads[0]
+    assert (dbias - dqkv.double().sum((0, 1)).flatten()).norm() < 1e-2 * dbias.norm()
+    assert all(torch.equal(x, dqkv) and torch.equal(y, dbias) for x, y in grads)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_programs_draw_each_tile_of_documents(head_dim, causal, monkeypatch):
     """There are many more tiles than programs. Rows of a tile that no program draws would keep the NaN."""

@@ -57,11 +57,18 @@ def test_gradients_sum_to_what_hoppers_kernels_take_for_their_sums(causal):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", [{"deterministic": True}, {"dropout_p": 0.1}, {"return_lse": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"deterministic": True, "documents": True, "causal": False}, {"dropout_p": 0.1}, {"return_lse": True}],
+    ids=str,
+)
 def test_where_the_kernels_cannot_sum_it_a_biass_gradient_is_the_sum_all_the_same(options):
     qkv = torch.randn(2, 300, 3, 4, 64, device="cuda", dtype=BF16, requires_grad=True)
     bias = torch.zeros(768, device="cuda", requires_grad=True)
-    results = flash2_packed(qkv, bias=bias, causal=True, **options)
+    options = {"causal": True} | options
+    if options.pop("documents", False):
+        options["cu_seqlens"] = torch.tensor([0, 200, 600], dtype=torch.int32, device="cuda")
+    results = flash2_packed(qkv, bias=bias, **options)
     results = results if isinstance(results, tuple) else (results,)
     dqkv, found = torch.autograd.grad(results, (qkv, bias), [torch.randn_like(x) for x in results])
     torch.testing.assert_close(found, dqkv.float().sum((0, 1)).flatten(), rtol=1e-4, atol=1e-3)

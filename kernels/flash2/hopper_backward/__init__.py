@@ -11,8 +11,10 @@ host.py launches three kernels:
   compute (tile.py).
 - finish.py, finish_kernel: scale and round the accumulator to dQ.
 
-The additions to dQ have no fixed order, so the last bits of dQ may differ from call to call; dK and dV do not. FUSED is
-false for a deterministic backward, and for heads of 128 with dropout (tiles.json). The plain kernel then computes dQ.
+By default the additions to dQ have no fixed order, so the last bits of dQ may differ from call to call; dK and dV do
+not. In a deterministic backward, the key tiles take turns: each query tile has a counter, and a program waits until the
+counter says that all later key tiles have added. FUSED is false if the plain kernel computes dQ: in a deterministic
+backward with documents and no causal mask, and for heads of 128 with dropout (tiles.json).
 
 If q, k and v contain a bias, its gradient is the sum of their gradients over the tokens. finish_kernel sums dQ. The sum
 of dV = P^T dO equals the sum of dO, because the rows of P add up to one; delta_kernel computes it. The sum of dK is

@@ -18,15 +18,17 @@ DOCUMENT_HEADS = 8  # dealt out together
 
 
 @cache
-def _section(key_tiles: int, resident: int, causal: bool, documents: bool, device: torch.device) -> int:
-    """Return how many heads to deal out together: one if all tiles are equally long.
+def _section(key_tiles: int, resident: int, mask: tuple[bool, bool, bool], ordered: bool, device: torch.device) -> int:
+    """Return how many heads to deal out together: one if all tiles are equally long. mask is options.masks.
 
-    Under a causal mask, deal out all heads whose programs run at the same time. With documents on an H200, heads of
-    64, 96 and 128 are up to 7 % faster with 8 heads than with one.
+    Under a causal mask, deal out all heads whose programs run at the same time. Do so too if additions to dQ are
+    ordered: programs of one head then start some time after each other. With documents on an H200, heads of 64, 96 and
+    128 are up to 7 % faster with 8 heads than with one.
     """
-    if documents:
-        return DOCUMENT_HEADS
-    return max(resident * multiprocessors(device) // key_tiles, 1) if causal else 1
+    causal, window, documents = mask
+    if ordered or (causal and not window and not documents):
+        return max(resident * multiprocessors(device) // key_tiles, 1)
+    return DOCUMENT_HEADS if documents else 1
 
 
 def statistics_for(tiles: int, q: Tensor, options: Options, config: HopperBackwardConfig) -> Tensor:
@@ -47,10 +49,13 @@ def statistics_for(tiles: int, q: Tensor, options: Options, config: HopperBackwa
 
 
 def arguments_of(
-    accumulator: Tensor | None, stats, dk, dv, dout, q, k, v,
+    accumulator: Tensor | None, turns: Tensor | None, stats, dk, dv, dout, q, k, v,
     options: Options, section: int, config: HopperBackwardConfig,
 ) -> tuple[tuple, tuple, tuple]:  # fmt: skip
-    """Return the tensors, scalars and constants of main_kernel; without an accumulator it leaves dQ out."""
+    """Return the tensors, scalars and constants of main_kernel.
+
+    Without an accumulator it leaves dQ out. Without turns the additions to dQ have no order.
+    """
     batch, seq_q, heads, head_dim = q.shape
     d0, d1 = split_head_dim(head_dim)
     m, n = config.queries, config.keys
@@ -66,7 +71,7 @@ def arguments_of(
     tensors = (
         *(*parts(q, m), *parts(k, n), *parts(v, n), *parts(dout, m)),
         *(blocks_of(stats, *stats_block), dq0, dq1, *parts(dk, n), *parts(dv, n)),
-        *(options.numbers, options.documents),
+        *(options.numbers, options.documents, turns),
     )
     sizes = batch, heads, heads // k.shape[2], seq_q, k.shape[1], section, options.window
     constants = d1, config.warps, config.stages, *options.masks, dropout, fused, _LOADER_REGISTERS
@@ -75,7 +80,7 @@ def arguments_of(
 
 def backward_into(
     dq: Tensor, dk: Tensor, dv: Tensor, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor,
-    dlogsumexp: Tensor | None, sums: Tensor | None, options: Options, config: HopperBackwardConfig,
+    dlogsumexp: Tensor | None, sums: Tensor | None, options: Options, config: HopperBackwardConfig, deterministic: bool,
 ) -> Tensor | None:  # fmt: skip
     """Write the gradients of O = attention(q, k, v) into dq, dk and dv, which may be views of a packed gradient.
 
@@ -86,28 +91,29 @@ def backward_into(
 
     If given, sums (3, H, D) fp32 receives the sums of the gradients over B and T. It requires seq_q = seq_k, H = G,
     config.fused, no dropout and no dlogsumexp. If config is not fused, leave dq out and return the deltas (B, H, T).
-    The plain kernel computes dq from them.
+    The plain kernel computes dq from them. If deterministic, dq has the same bits in every run. A fused config then
+    requires takes_turns(options).
     """
     (batch, seq_q, heads, head_dim), (seq_k, kv_heads) = q.shape, k.shape[1:3]
     m, fused, dropout = config.queries, config.fused, options.dropout_p > 0
     tiles, key_tiles = batch * heads * -(-seq_q // m), -(-seq_k // config.keys)
     with torch.cuda.device_of(q):
         stats = statistics_for(tiles, q, options, config)
-        accumulator, deltas, parts = None, None, (None, None)
+        accumulator, turns, deltas, parts = None, None, None, (None, None)
         if sums is not None:
             parts = torch.empty((2, tiles // heads, heads * head_dim), dtype=torch.float32, device=q.device)
         if fused:
             accumulator = torch.empty(tiles * m * head_dim, dtype=torch.float32, device=q.device)
+            turns = torch.empty(tiles, dtype=torch.int32, device=q.device) if deterministic else None
         else:
             deltas = torch.empty_like(logsumexp)
-        key = q.dtype, q.device, head_dim, config, sums is None
-        tensors = out, dout, logsumexp, dlogsumexp, options.numbers, stats, accumulator, deltas, parts[1]
+        key = q.dtype, q.device, head_dim, config, deterministic, sums is None
+        tensors = out, dout, logsumexp, dlogsumexp, options.numbers, stats, accumulator, turns, deltas, parts[1]
         scalars = *strides(out, dout), heads, seq_q, seq_k, 1 - options.dropout_p, options.scale
         constants = m, *split_head_dim(head_dim), dlogsumexp is not None, dropout, fused
         launch_kernel(delta_kernel, key, tiles, tensors, scalars, constants, num_warps=m // 16)
-        documents = options.documents is not None
-        section = _section(key_tiles, config.resident, options.causal and not options.window, documents, q.device)
-        arguments = arguments_of(accumulator, stats, dk, dv, dout, q, k, v, options, section, config)
+        section = _section(key_tiles, config.resident, options.masks, turns is not None, q.device)
+        arguments = arguments_of(accumulator, turns, stats, dk, dv, dout, q, k, v, options, section, config)
         launch_kernel(main_kernel, key, batch * kv_heads * key_tiles, *arguments, **config.compiler_options)
         if fused:
             warps_m = rows_of_warps(m, config.warps)

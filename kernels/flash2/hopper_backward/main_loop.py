@@ -1,4 +1,4 @@
-"""The main kernel of the Hopper backward: its loading warp, its dQ warp, its consumers, and the launch of all three.
+"""The main kernel of the Hopper backward: its loading warp, its consumers, and the launch of all three.
 
 Legend:
 
@@ -31,9 +31,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels.common.head_rows import LOG2_E, queries_of
 from kernels.flash2.hopper_backward.finish import in_register_order
+from kernels.flash2.hopper_backward.reducer import reduce_dq
 from kernels.flash2.hopper_backward.tile import add_product, both_halves, half_of, ones_at, whole_tile
 from kernels.flash2.tiles import in_halves
-from kernels.hopper.gluon_versions import barrier, tma_add, tma_load, tma_store
+from kernels.hopper.gluon_versions import barrier, tma_load, tma_store
 from kernels.hopper.warpgroups import accumulator_layout, allocate_slots, release
 
 _in_halves = gluon.constexpr_function(in_halves)
@@ -113,26 +114,6 @@ def _producer(
                 mbarrier.wait(do_empty.index(o), (t // OS & 1) ^ 1)
             # dO [M, D]
             _load(do0, do1, do0_s.index(o), do1_s.index(o), do_full.index(o), batch, m * M, head, DO_BYTES, D1)
-            t += 1
-
-
-@gluon.jit
-def _reducer(dq0, dq1, dq0_s, dq1_s, bars, batch, kv_head, heads, groups, tiles, first, stop, D1: gl.constexpr):
-    """Do the job of one warp: add each tile of dQ to the accumulator, once the consumers release the tile's dO."""
-    _, _, _, do_empty, dq_empty = bars
-    ROWS: gl.constexpr = dq0.block_type.shape[0] + (dq1.block_type.shape[0] if D1 else 0)
-    OS: gl.constexpr = do_empty.shape[0]
-    t = 0
-    for g in range(groups):
-        for m in range(first, stop):
-            row = ((batch * heads + kv_head * groups + g) * tiles + m) * ROWS
-            mbarrier.wait(do_empty.index(t % OS), t // OS & 1)
-            # dQ leaves through TMA
-            tma_add(dq0, [row, 0], dq0_s)
-            if D1:
-                tma_add(dq1, [row + dq0.block_type.shape[0], 0], dq1_s)
-            tma.store_wait(0)
-            mbarrier.arrive(dq_empty, count=1)
             t += 1
 
 
@@ -305,7 +286,7 @@ def _consumer(
             # dK += dS^T Q  [N, D]
             dk, dk_1 = add_product(ds16, b_q0, b_q1, dk, dk_1, D1, WARPS)
             dv, dv_1 = _wait_for_sum(PARTS, dv, dv_1, D1)  # only dS^T Q may still run
-            # dQ to shared memory, for _reducer
+            # dQ to shared memory, for reduce_dq
             if FUSED:
                 mbarrier.wait(dq_empty, (t & 1) ^ 1)
                 dq = warpgroup_mma_wait(PARTS, deps=(dq,))
@@ -334,30 +315,34 @@ def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def _place(all_heads, key_tiles, section):
+def _place(all_heads, key_tiles, section, ORDERED: gl.constexpr):
     """Return this program's batch and key/value head, in one number, and its key tile.
 
-    In each section of heads the first key tiles come first: under a causal mask they are the longest.
+    In each section of heads the first key tiles come first: under a causal mask they are the longest. If ORDERED, the
+    last ones come first, because they add to dQ first.
     """
     program = gl.program_id(0)
     first = program // (section * key_tiles) * section
     program -= first * key_tiles
     width = gl.minimum(section, all_heads - first)
-    return first + program % width, program // width
+    tile = program // width
+    return first + program % width, key_tiles - 1 - tile if ORDERED else tile
 
 
 @gluon.jit(do_not_specialize=["batches", "heads", "groups", "seq_q", "seq_k", "section", "window", "threshold"])
 def main_kernel(
-    q0, q1, k0, k1, v0, v1, do0, do1, stats, dq0, dq1, dk0, dk1, dv0, dv1, numbers, documents,
+    q0, q1, k0, k1, v0, v1, do0, do1, stats, dq0, dq1, dk0, dk1, dv0, dv1, numbers, documents, turns,
     batches, heads, groups, seq_q, seq_k, section, window, scale, threshold, keep_scale,
     D1: gl.constexpr, WARPS: gl.constexpr, OS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
     DOCUMENTS: gl.constexpr, DROPOUT: gl.constexpr, FUSED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Compute dK and dV and add up dQ. WARPS warps compute; two more, with REGISTERS per thread, load and add up dQ.
+    """Compute dK and dV and add up dQ. WARPS warps compute. More warps, with REGISTERS per thread, load and add up dQ.
 
     q0 to do1, dk0 to dv1: descriptors of the two parts of (B, length, heads, head_dim), None for an empty part 1.
     stats: as delta_kernel writes it. dq0, dq1: the accumulator in rows of 256 floats, None if not FUSED.
     numbers: dropout's, or None. documents and window: as in the plain kernel, or None and 0.
+    turns: (B * heads * tiles) int32, how many key tiles have added to dQ of each query tile, zero at first; or None if
+    the additions need no order.
     Grid: B * (heads / groups) * cdiv(seq_k, N), in the order of _place.
     """
     M: gl.constexpr = q0.block_type.shape[1]
@@ -365,7 +350,8 @@ def main_kernel(
     QS: gl.constexpr = OS + 1 if WARPS > 4 else OS + 2  # see _producer
     dtype: gl.constexpr = q0.dtype
     kv_heads = heads // groups
-    bg, tile = _place(batches * kv_heads, gl.cdiv(seq_k, N), section)
+    ORDERED: gl.constexpr = turns is not None
+    bg, tile = _place(batches * kv_heads, gl.cdiv(seq_k, N), section, ORDERED)
     batch, kv_head, j = bg // kv_heads, bg % kv_heads, tile * N
     tiles = gl.cdiv(seq_q, M)
     # The query tiles [first, stop) see some of these keys; the queries [full, full_end) see all of them.
@@ -401,7 +387,7 @@ def main_kernel(
             dq1_s = gl.allocate_shared_memory(gl.float32, dq1.block_type.shape, dq1.layout)
         else:
             dq1, dq1_s = dq0, dq0_s
-    else:  # placeholders: _reducer gets no tile of dQ
+    else:  # placeholders: reduce_dq gets no tile of dQ
         dq0, dq1 = stats, stats
     if D1:
         k1_s = gl.allocate_shared_memory(dtype, k1.block_type.shape, k1.layout)
@@ -418,7 +404,10 @@ def main_kernel(
     buffers = (q0_s, q1_s, k0_s, k1_s, v0_s, v1_s, do0_s, do1_s)
     shape = (heads, groups, seq_q, seq_k)
     dropout = (numbers, threshold, keep_scale)
+    dq = (dq0, dq1, dq0_s, dq1_s)
     added = groups if FUSED else 0
+    # An addition in a fixed order takes longer than a round, so two warps share them.
+    ADDERS: gl.constexpr = 2 if ORDERED else 1
     gl.warp_specialize(
         [
             (
@@ -431,10 +420,14 @@ def main_kernel(
                 (inputs, stats, buffers, stats_s, bars, batch, kv_head, j, heads, groups, tiles, first, stop, D1),
             ),
             (
-                _reducer,
-                (dq0, dq1, dq0_s, dq1_s, bars, batch, kv_head, heads, added, tiles, first, stop, D1),
+                reduce_dq,
+                (dq, bars, turns, batch, kv_head, tile, shape, added, tiles, first, stop, M, N, D1, CAUSAL, ADDERS, 0),
             ),
-        ],
-        [1, 1],
-        [REGISTERS, REGISTERS],
+            (
+                reduce_dq,
+                (dq, bars, turns, batch, kv_head, tile, shape, added, tiles, first, stop, M, N, D1, CAUSAL, ADDERS, 1),
+            ),
+        ][: 2 + ADDERS],
+        [1] * (1 + ADDERS),
+        [REGISTERS] * (1 + ADDERS),
     )  # fmt: skip

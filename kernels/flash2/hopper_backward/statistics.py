@@ -41,7 +41,7 @@ def _delta_of_part(p_out, p_dout, p_sums, visible, D: tl.constexpr):
 
 @triton.jit(do_not_specialize=["so_b", "so_t", "so_h", "sdo_b", "sdo_t", "sdo_h", "heads", "seq_q", "seq_k"])
 def delta_kernel(
-    out, dout, logsumexp, dlogsumexp, numbers, stats, accumulator, deltas, sums,
+    out, dout, logsumexp, dlogsumexp, numbers, stats, accumulator, turns, deltas, sums,
     so_b, so_t, so_h, sdo_b, sdo_t, sdo_h, heads, seq_q, seq_k, keep, scale,
     M: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     LOGSUMEXP: tl.constexpr, DROPOUT: tl.constexpr, FUSED: tl.constexpr,
@@ -53,6 +53,7 @@ def delta_kernel(
     - stats, if products add the statistics to S and dP: (B * heads * tiles * M, 16) bf16. Columns are split_in_bf16 of
       -logsumexp / scale (natural) and of -delta.
     - accumulator: dQ in fp32. This kernel zeroes it if FUSED.
+    - turns: (B * heads * tiles) int32, or None. This kernel zeroes them.
     - deltas: (B, heads, seq_q). This kernel writes them for the plain kernel if not FUSED.
     - sums: (B * tiles, heads, D0 + D1) fp32, the sums of dO over each tile, or None.
 
@@ -93,6 +94,8 @@ def delta_kernel(
     if DROPOUT:
         p_numbers = numbers + tl.cast(bh, tl.int64) * (seq_q + seq_k) + o_m
         tl.store(p_stats + 2 * M, tl.load(p_numbers, mask=o_m < seq_q, other=0).to(tl.float32, bitcast=True))
+    if turns is not None:
+        tl.store(turns + tile, 0)
     # dQ = 0
     if FUSED:
         p_zeros = accumulator + tl.cast(tile, tl.int64) * (M * (D0 + D1)) + tl.arange(0, 1024)
