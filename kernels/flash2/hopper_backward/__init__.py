@@ -7,8 +7,8 @@ host.py launches three kernels:
 
 - statistics.py, delta_kernel: prepare the statistics of the queries and zero an fp32 accumulator of dQ.
 - main_loop.py, main_kernel: each program owns N keys of one key/value head. It computes dK and dV and adds its part of
-  dQ to the accumulator. One warp loads tiles by TMA, one warp adds tiles of dQ by TMA's reduce-add, and the other warps
-  compute (tile.py).
+  dQ to the accumulator. One warp loads tiles by TMA, one warp adds tiles of dQ by TMA's reduce-add (reducer.py; two
+  warps in a deterministic backward), and the other warps compute (tile.py).
 - finish.py, finish_kernel: scale and round the accumulator to dQ.
 
 By default the additions to dQ have no fixed order, so the last bits of dQ may differ from call to call; dK and dV do

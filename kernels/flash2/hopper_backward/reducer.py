@@ -28,9 +28,11 @@ def reduce_dq(
 ):  # fmt: skip
     """Do the job of one warp: add each tile of dQ to the accumulator, once the consumers release the tile's dO.
 
-    WARPS warps share the tiles; this one is WARP. If turns is not None, the last key tile that sees a query tile adds first, and the others follow one by one. Under a
-    causal mask, the key tile after this one reached the same query tile one round earlier, so this warp seldom waits. A
-    program waits only for programs that _place starts before it.
+    WARPS warps share the tiles; this one is WARP. turns: as in main_kernel.
+
+    If the additions have an order, the last key tile that sees a query tile adds first, and the others follow one by
+    one. Under a causal mask, the key tile after this one reached the same query tile one round earlier, so this warp
+    seldom waits. A program waits only for programs that _place starts before it.
     """
     dq0, dq1, dq0_s, dq1_s = dq
     heads = shape[0]
