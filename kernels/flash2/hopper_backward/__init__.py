@@ -5,7 +5,8 @@ Source: Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchr
 
 host.py launches three kernels:
 
-- statistics.py, delta_kernel: prepare the statistics of the queries and zero an fp32 accumulator of dQ.
+- statistics.py, delta_kernel: prepare the statistics of the queries, and zero the fp32 accumulator of dQ and the
+  counters of its additions.
 - main_loop.py, main_kernel: each program owns N keys of one key/value head. It computes dK and dV and adds its part of
   dQ to the accumulator. One warp loads tiles by TMA, one warp adds tiles of dQ by TMA's reduce-add (reducer.py; two
   warps in a deterministic backward), and the other warps compute (tile.py).
@@ -13,8 +14,8 @@ host.py launches three kernels:
 
 By default the additions to dQ have no fixed order, so the last bits of dQ may differ from call to call; dK and dV do
 not. In a deterministic backward, the key tiles take turns: each query tile has a counter, and a program waits until the
-counter says that all later key tiles have added. FUSED is false if the plain kernel computes dQ: in a deterministic
-backward with documents and no causal mask, and for heads of 128 with dropout (tiles.json).
+counter says that all later key tiles have added (schedule.py). FUSED is false if the plain kernel computes dQ: for
+heads of 128 with dropout (tiles.json), and in the cases of dispatch.deterministic_config.
 
 If q, k and v contain a bias, its gradient is the sum of their gradients over the tokens. finish_kernel sums dQ. The sum
 of dV = P^T dO equals the sum of dO, because the rows of P add up to one; delta_kernel computes it. The sum of dK is

@@ -1,4 +1,4 @@
-"""The main kernel of the Hopper backward: its loading warp, its consumers, and the launch of all three.
+"""The main kernel of the Hopper backward: its loading warp, its consumers, and their launch with the dQ warps.
 
 Legend:
 
@@ -32,6 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from kernels.common.head_rows import LOG2_E, queries_of
 from kernels.flash2.hopper_backward.finish import in_register_order
 from kernels.flash2.hopper_backward.reducer import reduce_dq
+from kernels.flash2.hopper_backward.schedule import place, query_tiles
 from kernels.flash2.hopper_backward.tile import add_product, both_halves, half_of, ones_at, whole_tile
 from kernels.flash2.tiles import in_halves
 from kernels.hopper.gluon_versions import barrier, tma_load, tma_store
@@ -314,21 +315,6 @@ def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     return bars
 
 
-@gluon.jit
-def _place(all_heads, key_tiles, section, ORDERED: gl.constexpr):
-    """Return this program's batch and key/value head, in one number, and its key tile.
-
-    In each section of heads the first key tiles come first: under a causal mask they are the longest. If ORDERED, the
-    last ones come first, because they add to dQ first.
-    """
-    program = gl.program_id(0)
-    first = program // (section * key_tiles) * section
-    program -= first * key_tiles
-    width = gl.minimum(section, all_heads - first)
-    tile = program // width
-    return first + program % width, key_tiles - 1 - tile if ORDERED else tile
-
-
 @gluon.jit(do_not_specialize=["batches", "heads", "groups", "seq_q", "seq_k", "section", "window", "threshold"])
 def main_kernel(
     q0, q1, k0, k1, v0, v1, do0, do1, stats, dq0, dq1, dk0, dk1, dv0, dv1, numbers, documents, turns,
@@ -343,7 +329,7 @@ def main_kernel(
     numbers: dropout's, or None. documents and window: as in the plain kernel, or None and 0.
     turns: (B * heads * tiles) int32, how many key tiles have added to dQ of each query tile, zero at first; or None if
     the additions need no order.
-    Grid: B * (heads / groups) * cdiv(seq_k, N), in the order of _place.
+    Grid: B * (heads / groups) * cdiv(seq_k, N), in the order of schedule.place.
     """
     M: gl.constexpr = q0.block_type.shape[1]
     N: gl.constexpr = k0.block_type.shape[1]
@@ -351,22 +337,11 @@ def main_kernel(
     dtype: gl.constexpr = q0.dtype
     kv_heads = heads // groups
     ORDERED: gl.constexpr = turns is not None
-    bg, tile = _place(batches * kv_heads, gl.cdiv(seq_k, N), section, ORDERED)
+    bg, tile = place(batches * kv_heads, gl.cdiv(seq_k, N), section, ORDERED)
     batch, kv_head, j = bg // kv_heads, bg % kv_heads, tile * N
     tiles = gl.cdiv(seq_q, M)
-    # The query tiles [first, stop) see some of these keys; the queries [full, full_end) see all of them.
-    first, stop, full, full_end = 0, tiles, 0, seq_q
-    if CAUSAL:
-        first = gl.maximum(j - (seq_k - seq_q), 0) // M
-        full = gl.maximum(j + N - 1 - (seq_k - seq_q), 0)
-    if WINDOW or DOCUMENTS:
-        offset, last = seq_k - seq_q, gl.minimum(j + N, seq_k) - 1
-        start, full_end = queries_of(j, documents, batch, offset, seq_q, seq_k, window, CAUSAL, WINDOW, DOCUMENTS)
-        full, end = queries_of(last, documents, batch, offset, seq_q, seq_k, window, CAUSAL, WINDOW, DOCUMENTS)
-        # One tile at least, because the consumers wait for V, which the first tile brings. It may be all masked.
-        first = gl.minimum(gl.maximum(start, 0) // M, tiles - 1)
-        stop = gl.maximum(gl.cdiv(end, M), first + 1)
-    full = gl.where(j + N > seq_k, seq_q, full)  # mask every tile if there are keys past seq_k
+    shape = (heads, groups, seq_q, seq_k)
+    first, stop, full, full_end = query_tiles(j, documents, batch, shape, window, M, N, CAUSAL, WINDOW, DOCUMENTS)
 
     # Shared memory: K, V [N, D]; Q, dO [M, D] in rings; statistics; dS^T [N, M]; dQ [M, D]
     k0_s = gl.allocate_shared_memory(dtype, k0.block_type.shape, k0.layout)
@@ -402,7 +377,6 @@ def main_kernel(
     inputs = (q0, q1, k0, k1, v0, v1, do0, do1)
     outputs = (dk0, dk1, dv0, dv1)
     buffers = (q0_s, q1_s, k0_s, k1_s, v0_s, v1_s, do0_s, do1_s)
-    shape = (heads, groups, seq_q, seq_k)
     dropout = (numbers, threshold, keep_scale)
     dq = (dq0, dq1, dq0_s, dq1_s)
     added = groups if FUSED else 0

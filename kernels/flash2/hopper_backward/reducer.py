@@ -7,18 +7,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from kernels.flash2.hopper_backward.schedule import turn_of
 from kernels.hopper.gluon_versions import tma_add
 from kernels.hopper.warpgroups import await_turn, end_turn
-
-
-@gluon.jit
-def _last_key_tile(m, shape, M: gl.constexpr, N: gl.constexpr, CAUSAL: gl.constexpr):
-    """Return the last key tile that adds to dQ of query tile m: the last one whose first query tile is at most m."""
-    _, _, seq_q, seq_k = shape
-    last = gl.cdiv(seq_k, N) - 1
-    if CAUSAL:
-        last = gl.minimum(last, (m * M + M - 1 + seq_k - seq_q) // N)
-    return last
 
 
 @gluon.jit
@@ -28,17 +19,14 @@ def reduce_dq(
 ):  # fmt: skip
     """Do the job of one warp: add each tile of dQ to the accumulator, once the consumers release the tile's dO.
 
-    WARPS warps share the tiles; this one is WARP. turns: as in main_kernel.
-
-    If the additions have an order, the last key tile that sees a query tile adds first, and the others follow one by
-    one. Under a causal mask, the key tile after this one reached the same query tile one round earlier, so this warp
-    seldom waits. A program waits only for programs that _place starts before it.
+    WARPS warps share the tiles; this one is WARP. If turns is not None, it waits for its turn (see turn_of).
     """
     dq0, dq1, dq0_s, dq1_s = dq
     heads = shape[0]
     _, _, _, do_empty, dq_empty = bars
     ROWS: gl.constexpr = dq0.block_type.shape[0] + (dq1.block_type.shape[0] if D1 else 0)
     OS: gl.constexpr = do_empty.shape[0]
+    gl.static_assert(OS >= WARPS)  # otherwise a slot's next release would look like the one that this warp awaits
     t = 0
     for g in range(groups):
         for m in range(first, stop):
@@ -46,7 +34,7 @@ def reduce_dq(
                 query_tile = (batch * heads + kv_head * groups + g) * tiles + m
                 row = query_tile * ROWS
                 if turns is not None:
-                    await_turn(turns + query_tile, _last_key_tile(m, shape, M, N, CAUSAL) - tile)
+                    await_turn(turns + query_tile, turn_of(tile, m, shape, M, N, CAUSAL))
                 mbarrier.wait(do_empty.index(t % OS), t // OS & 1)
                 # dQ leaves through TMA
                 tma_add(dq0, [row, 0], dq0_s)
