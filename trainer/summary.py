@@ -87,7 +87,8 @@ def _kernels(
     deterministic, where = attention.deterministic or settings.deterministic, arch_of(compute.device)
     kind = shape.head_dim, compute.dtype, True, shape.context_length, where, shape.dropout
     window = attention.window if attention.name == "local" else 0
-    return explain(*kind, deterministic, document_mask, window).split(", ")
+    grouped = shape.kv_heads < shape.n_head
+    return explain(*kind, deterministic, document_mask, window, grouped).split(", ")
 
 
 def _remarks(state: TrainState, settings: TrainConfig, optimizer: OptimizerConfig, compute: Compute) -> Iterator[str]:

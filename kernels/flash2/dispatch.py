@@ -52,19 +52,27 @@ def _length_of(seq_k: int, options: Options) -> int:
     return options.window or seq_k
 
 
-def takes_turns(options: Options) -> bool:
-    """Return whether the programs of the Hopper backward can add to dQ in a fixed order, which each computes itself.
+def deterministic_config(
+    config: HopperBackwardConfig, head_dim: int, options: Options, grouped: bool
+) -> HopperBackwardConfig:
+    """Return the settings of a deterministic backward. If they are fused, the programs add to dQ in a fixed order.
 
-    Without a causal mask, a program would have to search the documents for the last keys that see a query.
+    The plain kernel computes dQ with documents and no causal mask, because a program cannot compute its turn there. It
+    also does so for grouped heads of 128, because it was measured to be faster there.
     """
-    return options.causal or options.documents is None
+    if (options.documents is not None and not options.causal) or (grouped and head_dim == 128):
+        return without_dq(config, head_dim)
+    return config
 
 
 def explain(
     head_dim: int, dtype: torch.dtype, causal: bool, seq_len: int, arch: str, dropout_p: float = 0.0,
-    deterministic: bool = False, documents: bool = False, window: int = 0,
+    deterministic: bool = False, documents: bool = False, window: int = 0, grouped: bool = False,
 ) -> str:  # fmt: skip
-    """Return one line that says what flash2 launches for contiguous inputs of this kind on an architecture."""
+    """Return one line that says what flash2 launches for contiguous inputs of this kind on an architecture.
+
+    grouped says that several query heads share a key/value head.
+    """
     window = window if window < seq_len else 0  # as in flash2
     options = Options(None, documents or None, causal=causal, window=window, dropout_p=dropout_p)
     length = _length_of(seq_len, options)
@@ -80,11 +88,13 @@ def explain(
         forward = f"forward by warp-specialised Gluon, {hopper_config_for('forward', *kind)}"
     if uses_hopper_kernels("backward", *asked):
         config = hopper_config_for("backward", *kind)
-        if deterministic and not takes_turns(options):
-            config = without_dq(config, head_dim)
+        if deterministic:
+            config = deterministic_config(config, head_dim, options, grouped)
         backward = f"backward by warp-specialised Gluon, {config}"
         if not config.fused:
             backward += f", dQ by plain Triton, {parts['query_gradient']}"
+        elif deterministic:
+            backward += ", additions to dQ in a fixed order"
     return f"{forward}; {backward}"
 
 
@@ -175,8 +185,8 @@ def _backward_into(
     if isinstance(config, HopperBackwardConfig):
         from kernels.flash2.hopper_backward import host as hopper  # needs Gluon, which uses_hopper_kernels checks
 
-        if deterministic and not takes_turns(options):
-            config = without_dq(config, q.shape[3])
+        if deterministic:
+            config = deterministic_config(config, q.shape[3], options, grouped=k.shape[2] < q.shape[2])
         sums = sums if config.fused and dlogsumexp is None and not options.dropout_p else None
         delta = hopper.backward_into(*tensors, sums, options, config, deterministic)
         if config.fused:

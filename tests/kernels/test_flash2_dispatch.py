@@ -60,13 +60,25 @@ def test_the_explained_loads_are_those_of_the_kernels(head_dim, arch, dtype, mon
         assert line.count(f"by plain Triton, {loads}, ") == 2
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("documents", [False, True])
-def test_a_deterministic_dq_is_plain_with_documents_and_no_causal_mask(deterministic, causal, documents):
-    line = dispatch.explain(128, BF16, causal, 1024, "sm_90", deterministic=deterministic, documents=documents)
-    is_plain = deterministic and documents and not causal
-    assert "backward by warp-specialised Gluon" in line and ("dQ by plain Triton" in line) is is_plain
+@pytest.mark.parametrize(
+    ("head_dim", "kind", "way"),
+    [
+        (128, {}, "in a fixed order"),
+        (128, {"causal": False}, "in a fixed order"),
+        (128, {"documents": True}, "in a fixed order"),
+        (128, {"causal": False, "documents": True}, "by plain Triton"),
+        (128, {"grouped": True}, "by plain Triton"),
+        (96, {"grouped": True}, "in a fixed order"),
+        (128, {"dropout_p": 0.1}, "by plain Triton"),
+        (64, {"dropout_p": 0.1}, "in a fixed order"),
+    ],
+)
+def test_the_dq_of_a_deterministic_backward_is_explained(head_dim, kind, way):
+    kind = {"head_dim": head_dim, "dtype": BF16, "causal": True, "seq_len": 1024, "arch": "sm_90"} | kind
+    line = dispatch.explain(**kind, deterministic=True)
+    assert "backward by warp-specialised Gluon" in line
+    assert [words in line for words in ("in a fixed order", "dQ by plain Triton")] == [way[0] == "i", way[0] == "b"]
+    assert "in a fixed order" not in dispatch.explain(**kind)
 
 
 def test_a_length_without_settings_gets_the_plain_kernels(monkeypatch):

@@ -82,15 +82,28 @@ def test_every_setting_of_hopper_is_attention(pass_, head_dim, mask, config, dty
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
-@pytest.mark.parametrize(("causal", "window", "documents"), [(0, 0, 0), (1, 0, 0), (1, 700, 0), (1, 0, 1), (0, 0, 1)])
+@pytest.mark.parametrize(
+    ("causal", "window", "documents", "seq_q", "dropout_p"),
+    [
+        (False, 0, False, 3000, 0.0),
+        (True, 0, False, 3000, 0.0),
+        (True, 0, False, 3300, 0.1),
+        (True, 700, False, 3000, 0.0),
+        (True, 65, False, 1300, 0.0),  # no query sees the first keys
+        (True, 0, True, 3000, 0.0),
+        (False, 0, True, 3000, 0.0),
+    ],
+)
 def test_a_deterministic_backward_repeats_its_bits_with_many_more_programs_than_multiprocessors(
-    head_dim, causal, window, documents
+    head_dim, causal, window, documents, seq_q, dropout_p
 ):
-    case = Case(4, seq_q=3000, seq_k=3000, heads=24, kv_heads=12, head_dim=head_dim, causal=bool(causal), dtype=BF16)
+    kv_heads = 24 if head_dim == 128 else 12  # for grouped heads of 128 the plain kernel computes dQ
+    case = Case(4, seq_q=seq_q, seq_k=3000, heads=24, kv_heads=kv_heads, head_dim=head_dim, causal=causal, dtype=BF16)
     q, k, v, dout = draw(case, "cuda")
     cuts = torch.tensor([0, 1999, 2000, 2100, 6000, 12000], dtype=torch.int32, device="cuda")
     bounds = document_bounds(cuts, 4, 3000) if documents else None
-    options = Options(documents=bounds, causal=bool(causal), window=window, scale=head_dim**-0.5)
+    numbers = dropout.draw(4, 24, seq_q, 3000, q.device) if dropout_p else None
+    options = Options(numbers, bounds, causal=causal, window=window, scale=head_dim**-0.5, dropout_p=dropout_p)
     out, logsumexp = dispatch.forward(q, k, v, *options)
     expected = dispatch.backward(dout, q, k, v, out, logsumexp, None, False, *options)
     first = dispatch.backward(dout, q, k, v, out, logsumexp, None, True, *options)
