@@ -111,7 +111,7 @@ def flash2(
         window: with causal, each query sees only the last `window` keys up to its own; all of them by default.
         cu_seqlens: cumulative lengths of n documents, (n + 1,) int32, from 0 to batch * seq. The documents fill the
             sequences of the batch, laid end to end. Each document attends only to itself. The values stay on the device
-            and are not checked.
+            and are not checked. Wrong values give wrong results. A deterministic backward may then never end.
         blocks: compute only these blocks of 128 queries by 128 keys, from kernels.flash2.block_lists.listed. It
             requires seq_q = seq_k and no window.
         return_lse: also return the natural logsumexp of the scaled scores, (batch, heads, seq_q) in fp32, or -inf for

@@ -65,7 +65,7 @@ def release(empty, EACH: gl.constexpr, pred=True):
 
 @gluon.jit
 def await_turn(counter, turn):
-    """Wait until a counter in global memory is `turn`. What earlier turns added by TMA is then in memory."""
+    """Wait until a counter in global memory is `turn`. The additions by TMA of earlier turns are then in memory."""
     load: gl.constexpr = "ld.acquire.gpu.global.s32 $0, [$1];"  # gl.load has no acquire
     address = counter.to(gl.int64)
     while gl.inline_asm_elementwise(load, "=r,l", [address], gl.int32, False, 1) != turn:
@@ -74,7 +74,7 @@ def await_turn(counter, turn):
 
 @gluon.jit
 def end_turn(counter):
-    """Wait until this warp's additions by TMA are in memory, not only read from shared memory. Then count it."""
+    """Wait until the additions of this warp by TMA are in memory, not only read. Then add 1 to the counter."""
     wait: gl.constexpr = "cp.async.bulk.wait_group 0; mov.u32 $0, 0;"  # an output is required
     gl.inline_asm_elementwise(wait, "=r", [], gl.int32, False, 1)
     barrier()  # one thread issued the additions, and another one may increment

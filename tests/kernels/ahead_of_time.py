@@ -112,7 +112,7 @@ def compile_hopper(pass_: str, head_dim: int, dtype: str, mask: str, config, ord
     assert (named["WINDOW"], named["DOCUMENTS"]) == (mask == "window", mask == "documents")
     compiled = compile_gluon(kernel, signature, constants, options)
     code = disassembled(compiled)
-    row = report("sm_90", "hopper", [pass_, head_dim, dtype, mask, config, ordered], compiled)
+    row = report("sm_90", "hopper", [pass_, head_dim, dtype, mask, config, *([True] if ordered else [])], compiled)
     row["beside_products"] = spills_beside_products(code, config.consumers if pass_ == "forward" else 1)
     return [row | ({"lost": lost_operands(code)} if pass_ == "backward" else {})]
 
@@ -202,13 +202,13 @@ def compile_fp8(target: str) -> list[dict]:
 
 
 def hopper_jobs() -> list[tuple]:
-    """List compile_hopper's arguments: each entry of the table; causal backward passes without dQ, and with additions
-    to dQ in a fixed order; causal passes in fp16 with heads of 80 and 128.
+    """List compile_hopper's arguments: each entry of the table; causal backward passes without dQ; fused backward
+    passes with additions to dQ in a fixed order; causal passes in fp16 with heads of 80 and 128.
     """
     jobs = [(pass_, head_dim, "bf16", mask, config) for pass_, head_dim, mask, config in hopper_configs()]
     causal = [job for job in jobs if job[3] == "causal"]
     jobs += [(*job[:4], without_dq(job[4], job[1])) for job in causal if job[0] == "backward"]
-    jobs += [(*job, True) for job in causal if job[0] == "backward"]
+    jobs += [(*job, True) for job in jobs if job[0] == "backward" and job[4].fused]
     jobs += [(job[0], job[1], "fp16", *job[3:]) for job in causal if job[1] in (80, 128)]
     return list(dict.fromkeys(jobs))
 

@@ -80,7 +80,7 @@ def allowed_spills(row: dict) -> float:
         return 32  # a few words of GELU's epilogue, which runs beside the products
     if row["group"] != "hopper":
         return 0
-    pass_, head_dim, _, mask, config = row["name"]
+    pass_, head_dim, _, mask, config, *_ = row["name"]
     if pass_ == "forward" and config[2] == 3:
         return 640  # three consumers share the registers; they spill state of the next tile, outside of the loop
     if pass_ == "forward" and config[0] == 128:
