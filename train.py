@@ -11,7 +11,7 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from conf.cli import launch, output_dir, wandb_labels
+from conf.cli import given_keys, launch, output_dir, wandb_labels
 from conf.commands import next_commands
 from conf.resume import changed_settings, run_settings
 from conf.schema import Config
@@ -59,7 +59,7 @@ def train(config: Config, resumed: State | None, world: World = ALONE) -> StopRe
     check_folder(saves_to, resumed)
     tokens = world.first_ahead(lambda: open_tokens(config.data))  # the first process may have to make the files
     fix_randomness(config.train)
-    config.model = run_shape(config.model, tokens, resumed)
+    config.model = run_shape(config.model, tokens, resumed, given_keys("model"))
     config.train = with_batch_size(config, compute, train_step, micro_step)
     changes = changed_settings(resumed["config"], asdict(config)) if resumed else {}
     check_finished(resumed, changes, config.train.max_steps)

@@ -145,6 +145,12 @@ def is_output_dir_given() -> bool:
     return any(override.lstrip("+").startswith(f"{key}=") for override in HydraConfig.get().overrides.hydra)
 
 
+def given_keys(group: str) -> set[str]:
+    """Return the keys of a group that the command line sets one by one, unlike those of a choice, group=NAME."""
+    names = (override.lstrip("+").partition("=")[0] for override in HydraConfig.get().overrides.task)
+    return {name.removeprefix(f"{group}.") for name in names if name.startswith(f"{group}.")}
+
+
 def sweep_name() -> str | None:
     """Return the name of the sweep's folder, or None if this run is not a job of a sweep."""
     if not _is_job_of_sweep():

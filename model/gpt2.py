@@ -58,8 +58,8 @@ class ModelConfig:
     """Dropout rate in training of embeddings, attention probabilities and residual branches, in [0, 1)."""
     pretrained: str | None = None
     """Weights to start from: a Hugging Face GPT-2, as a folder with model.safetensors or as a hub id such as gpt2, or a
-    checkpoint or run of this trainer. The model takes the shape of these weights, but keeps its own dropout and its own
-    context_length, which may be shorter."""
+    checkpoint or run of this trainer. The model takes the shape of these weights, whatever the preset of `model`, but
+    keeps its own dropout and its own context_length, which may be shorter."""
 
     def __post_init__(self):
         for key, largest in LARGEST.items():

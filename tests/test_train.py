@@ -391,8 +391,7 @@ def test_pretrained_weights_are_where_training_starts(workplace, trained, export
 def test_a_resumed_run_does_without_what_it_once_started_from(workplace, exported):
     shutil.copytree(exported, "start")
     first = ("model.pretrained=start", "checkpoint.dir=kept", "train.max_steps=2")
-    train("run", *first, "model.n_layer=7").ok()
-    assert OmegaConf.load("run/config.yaml").model.n_layer == 2, "what has been trained"
+    train("run", *first).ok()
     shutil.rmtree("start")
     train("more", *first[:2], "train.max_steps=3", "checkpoint.resume=auto").ok()
     assert [row["step"] for row in rows("more")] == [3]

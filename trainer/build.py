@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Collection
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from data.tokens import SPLITS, TokenSet
 from errors import UserError
 from model.attention import AttentionConfig, build_attention, check_attention
 from model.gpt2 import GPT2, ModelConfig
+from model.huggingface import SIZES
 from trainer.checkpoint.files import State
 from trainer.checkpoint.load import check_resumable, of_this_version, sizes_of
 from trainer.config import TrainConfig
@@ -37,15 +39,21 @@ def fix_randomness(settings: TrainConfig) -> None:
         torch.backends.cudnn.benchmark = False
 
 
-def run_shape(shape: ModelConfig, tokens: TokenSet, resumed: State | None) -> ModelConfig:
-    """Return the model's shape with everything that the data, pretrained weights or a checkpoint decide."""
+def run_shape(shape: ModelConfig, tokens: TokenSet, resumed: State | None, given: Collection[str]) -> ModelConfig:
+    """Return the model's shape with everything that the data, pretrained weights or a checkpoint decide.
+
+    `given` are the keys that the user set one by one. The other sizes are defaults or come from a preset, and give way
+    to those of pretrained weights.
+    """
+    asked = shape
     if shape.pretrained is not None and resumed:  # the checkpoint has the weights; their first source may be gone
         with of_this_version(resumed):
             sizes = resumed["model_config"]
-            asked = {"context_length": shape.context_length, "n_kv_head": shape.n_kv_head or sizes.get("n_kv_head")}
-            shape = replace(shape, **sizes_of(sizes) | asked)
+            kept = {"context_length": shape.context_length, "n_kv_head": shape.n_kv_head or sizes.get("n_kv_head")}
+            shape = replace(shape, **sizes_of(sizes) | kept)
     elif shape.pretrained is not None:
         shape = read_shape(shape.pretrained, shape, tokens.tokenizer)
+    _check_given(asked, shape, given)
     if shape.vocab_size is None:
         shape = replace(shape, vocab_size=tokens.vocab_size)
     if shape.vocab_size < tokens.vocab_size:
@@ -58,6 +66,16 @@ def run_shape(shape: ModelConfig, tokens: TokenSet, resumed: State | None) -> Mo
     if resumed:
         check_resumable(resumed, asdict(shape), tokens.tokenizer)
     return shape
+
+
+def _check_given(asked: ModelConfig, found: ModelConfig, given: Collection[str]) -> None:
+    """Refuse sizes among the keys `given` that pretrained weights do not have. A null leaves the choice to them."""
+    for key in SIZES:
+        if key in given and getattr(asked, key) not in (None, size := getattr(found, key)):
+            raise UserError(
+                f"model.{key}={getattr(asked, key)} contradicts model.pretrained={found.pretrained}, which has {size}; "
+                f"leave model.{key} out"
+            )
 
 
 def build_model(

@@ -1,5 +1,8 @@
 """model.pretrained=RUN: training on other data from the weights of a run of this trainer."""
 
+import shutil
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -26,13 +29,44 @@ def other(workplace):
 def test_a_run_is_fine_tuned_on_other_data(trained, other):
     refused = train("tuned", f"checkpoint.resume={trained}", "train.max_steps=40", "data.dir=other")
     assert refused.code == 2 and "a new run from its weights with model.pretrained=CHECKPOINT" in refused.err
-    train("tuned", f"model.pretrained={trained}", *STILL, "model.context_length=16", "model.n_layer=7").ok()
+    train("tuned", f"model.pretrained={trained}", *STILL, "model.context_length=16").ok()
     start, tuned = load(trained / "checkpoints/step-00000030.pt"), load("tuned/checkpoints/step-00000001.pt")
     start["model"]["wpe.weight"] = start["model"]["wpe.weight"][:16]
     torch.testing.assert_close(tuned["model"], start["model"], rtol=0, atol=0)
     assert tuned["model_config"]["n_layer"] == 2 and tuned["best_loss"] > 0 == tuned["skipped"]
     resumed = run("train.py", "checkpoint.resume=tuned", "hydra.run.dir=tuned", "train.max_steps=2").ok()
     assert "changed     since the checkpoint: train.max_steps 1 -> 2\n" in resumed.out
+
+
+def test_a_preset_gives_way_to_the_sizes_of_the_weights(trained, other):
+    """It still gives the context. The same line continues the run."""
+    Path("mine/model").mkdir(parents=True)
+    Path("mine/model/longer.yaml").write_text("n_layer: 7\nn_head: 4\nn_embd: 64\ncontext_length: 16\n")
+    beside = [setting for setting in TINY if not setting.startswith("model.")]
+    line = "--config-dir=mine", "model=longer", f"model.pretrained={trained}", *beside, "data.dir=other"
+    for steps in (1, 2):
+        run("train.py", *line, "hydra.run.dir=tuned", "checkpoint.resume=auto", f"train.max_steps={steps}").ok()
+    expected = {"n_layer": 2, "n_head": 2, "n_embd": 32, "context_length": 16}
+    state = load("tuned/checkpoints/step-00000002.pt")
+    assert expected.items() <= state["model_config"].items() and expected.items() <= state["config"]["model"].items()
+
+
+def test_a_size_on_the_command_line_is_not_passed_over(trained, other, exported):
+    """The model took the sizes of the weights without a word. Equal sizes are no contradiction."""
+    equal = "model.n_head=2", "model.n_kv_head=2", "model.vocab_size=257", "++model.n_layer=2"
+    for source in (trained, exported):
+        train("tuned", f"model.pretrained={source}", *STILL, *equal, "model.vocab_size=null").ok()
+        for setting, found in (("n_layer=7", 2), ("n_head=1", 2), ("n_embd=64", 32), ("vocab_size=300", 257)):
+            refused = train("new", f"model.pretrained={source}", *STILL, f"model.{setting}")
+            sentence = f"model.{setting} contradicts model.pretrained={source}, which has {found}; leave"
+            assert refused.code == 2
+            assert refused.err == f"error: {sentence} model.{setting.partition('=')[0]} out\n"
+        assert not Path("new").exists()
+        continued = "checkpoint.resume=auto", "hydra.run.dir=tuned", "train.max_steps=2"
+        refused = run("train.py", *continued, "++model.n_layer=7")
+        assert refused.code == 2 and f"model.n_layer=7 contradicts model.pretrained={source}, which" in refused.err
+        run("train.py", *continued, "model.n_layer=2").ok()
+        shutil.rmtree("tuned")
 
 
 @pytest.mark.parametrize(
