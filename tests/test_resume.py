@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from data.token_files import TokenWriter
 from data.tokens import open_tokens
-from tests.e2e import ROOT, at_call, curve, load, logged, printed_commands, run, train
+from tests.e2e import ROOT, TINY, at_call, curve, load, logged, printed_commands, run, train
 from trainer.checkpoint.files import write_file
 from trainer.checkpoint.policy import Checkpoints
 
@@ -181,6 +181,21 @@ def test_other_pretrained_weights_are_refused_because_the_checkpoint_has_the_wei
     train("tuned", *begin, "train.max_steps=6").ok()
     assert [row[2] for row in changes("tuned")] == [{"train.max_steps": [5, 6]}]
     run("train.py", *longer, "hydra.run.dir=tuned", "train.max_steps=7").ok()
+
+
+@pytest.mark.parametrize("source", [None, "first"])
+def test_a_resumed_run_keeps_the_source_of_its_weights(source):
+    """model.pretrained=null was a changed setting. After that, the line that began the run was refused."""
+    train("first").ok()
+    begin = (f"model.pretrained={source}",) if source else ()
+    train("run", *begin).ok()
+    again, null = ("hydra.run.dir=run", "checkpoint.resume=auto"), "model.pretrained=null"
+    run("train.py", *again, null).ok()
+    run("train.py", *again, null, "train.max_steps=6").ok()
+    run("train.py", *again, "model=gpt2-nano", *TINY[:4], "train.max_steps=7").ok()
+    train("run", *again, *begin, "train.max_steps=8").ok()
+    assert [row[2] for row in changes("run")] == [{"train.max_steps": [step, step + 1]} for step in (5, 6, 7)]
+    assert load("run/checkpoints/step-00000008.pt")["config"]["model"]["pretrained"] == source
 
 
 def test_an_experiment_changes_what_its_file_sets(tmp_path):

@@ -65,6 +65,7 @@ def run_shape(shape: ModelConfig, tokens: TokenSet, resumed: State | None, given
         check_length(getattr(tokens, split), shape.context_length, str(tokens.dir / f"{split}.bin"))
     if resumed:
         check_resumable(resumed, asdict(shape), tokens.tokenizer)
+        shape = replace(shape, pretrained=resumed["config"]["model"].get("pretrained"))  # null changes nothing
     return shape
 
 
