@@ -331,9 +331,19 @@ def test_a_file_is_not_a_folder():
         find_pretrained(__file__)
 
 
+@pytest.mark.parametrize("key", ["checkpoint", "model.pretrained"])
+def test_a_name_in_a_local_folder_is_not_looked_up_on_the_hub(key, tmp_path, monkeypatch):
+    """It has the form of a hub id. The message was about the network."""
+    monkeypatch.chdir(tmp_path)
+    Path("outputs/latest").mkdir(parents=True)
+    with pytest.raises(UserError, match=f"{key}=outputs/lastest does not exist in the folder outputs; {GIVE}"):
+        find_pretrained("outputs/lastest", key)
+
+
 @pytest.mark.parametrize("source", ["nobody/no-such-gpt2", "no-such-gpt2", "outputs/lastest"])
-def test_a_hub_id_without_a_network_is_refused(source):
-    """The name may also be a run's folder with a typing mistake."""
+def test_a_hub_id_without_a_network_is_refused(source, tmp_path, monkeypatch):
+    """The name may also be a run's folder with a typing mistake, if the first folder does not exist."""
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(
         UserError, match=f"checkpoint={source} is not a folder.*check the name and the network, or {GIVE}"
     ):
