@@ -41,6 +41,12 @@ settings.register_profile("kernels", deadline=None, derandomize=True, phases=(Ph
 with torch.device("meta"):
     torch.empty(0)
 
+# At the first backward of a process, autograd starts a thread for each device. Forks (tests.e2e.Fork) cannot run a
+# backward after that. Without a GPU, fake tensors (FSDP, torch.compile) make autograd count 8 devices. So run a
+# backward before the tests.
+if not torch.cuda.is_available():
+    torch.ones((), requires_grad=True).backward()
+
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch):

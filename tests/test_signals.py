@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch._subclasses import FakeTensorMode
 
 from model.gpt2 import GPT2
 from tests.e2e import TINY, Fork, at_call, curve, load, train
@@ -19,6 +21,15 @@ LOSSES = ("train/loss", "train/grad_norm", "val/loss")
 def twice(number: int) -> None:
     for _ in range(2):
         os.kill(os.getpid(), number)
+
+
+def test_a_fork_can_train_after_a_test_with_fake_tensors(workplace):
+    """It failed if this was the first backward of the process, as in a test of FSDP. So this test comes first."""
+    with FakeTensorMode():
+        torch.empty(0)
+    torch.ones((), requires_grad=True).backward()
+    process = Fork("train.py", *TINY, "hydra.run.dir=run")
+    assert (process.wait(), process.stderr.read()) == (0, "")
 
 
 def test_a_second_sigterm_lets_the_run_save(workplace, monkeypatch):
