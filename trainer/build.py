@@ -1,12 +1,14 @@
 """The parts of a run, each built from the settings that it uses."""
 
 import os
+import random
 import re
 from collections.abc import Collection
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from omegaconf import OmegaConf
 from torch import nn
@@ -31,7 +33,9 @@ NOTE = re.compile(r"# changed after step (\d+): ")  # in config.yaml
 
 
 def fix_randomness(settings: TrainConfig) -> None:
-    """Seed torch. In deterministic mode, also fix the order of every summation."""
+    """Seed Python, NumPy and torch. In deterministic mode, also fix the order of every summation."""
+    random.seed(settings.seed)
+    np.random.seed(settings.seed)
     torch.manual_seed(settings.seed)
     torch.use_deterministic_algorithms(settings.deterministic)
     if settings.deterministic:

@@ -14,8 +14,10 @@ from errors import UserError
 from model.attention import NaiveConfig, build_attention
 from model.gpt2 import GPT2, ModelConfig
 from tests.trainer.checkpoint.states import small
+from trainer.build import fix_randomness
 from trainer.checkpoint.load import check_resumable, load
 from trainer.checkpoint.single import SingleFileStore
+from trainer.config import TrainConfig
 from trainer.optimizer import OptimizerConfig, build_optimizer, clip_gradients, set_learning_rate
 from trainer.state import TrainState, random_state, set_random_state
 
@@ -117,5 +119,17 @@ def test_the_draws_after_a_restored_state_are_those_after_the_saved_one(tmp_path
         random.seed(1), np.random.seed(1), torch.manual_seed(1)
         set_random_state(load(tmp_path)["rng"][0])
         assert draws() == expected
+    finally:
+        set_random_state(before)
+
+
+def test_the_seed_decides_the_draws_of_every_generator():
+    before = random_state()
+    try:
+        found = []
+        for seed in (5, 5, 6):
+            fix_randomness(TrainConfig(seed=seed))
+            found.append(draws())
+        assert found[0] == found[1] and not any(x == y for x, y in zip(found[1], found[2], strict=True))
     finally:
         set_random_state(before)
