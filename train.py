@@ -22,7 +22,7 @@ from trainer.batch_size import check_batch_size, with_batch_size
 from trainer.build import build_loader, build_meter, build_model, compile_model, fix_randomness, open_logs, run_shape
 from trainer.checkpoint.files import State
 from trainer.checkpoint.load import check_finished, check_shared
-from trainer.checkpoint.policy import Checkpoints, check_folder, open_checkpoints
+from trainer.checkpoint.policy import Checkpoints, check_folder, is_branch, open_checkpoints
 from trainer.distributed.parallel import data_parallel, shard, synchronise_gradients
 from trainer.distributed.world import ALONE, World, join
 from trainer.evaluation import validate
@@ -57,6 +57,7 @@ def train(config: Config, resumed: State | None, world: World = ALONE) -> StopRe
     config.wandb = check_loggers(config.wandb, config.tensorboard)
     saves_to, resumed_step = config.checkpoint.folder(folder), resumed["step"] if resumed else None
     check_folder(saves_to, resumed)
+    branches = world.from_first(is_branch(folder, saves_to, resumed))
     tokens = world.first_ahead(lambda: open_tokens(config.data))  # the first process may have to make the files
     fix_randomness(config.train)
     config.model = run_shape(config.model, tokens, resumed, given_keys("model"))
@@ -83,7 +84,7 @@ def train(config: Config, resumed: State | None, world: World = ALONE) -> StopRe
             resumed.clear()  # 12 bytes of host memory per parameter
         options = {"max_steps": config.train.max_steps, "run_config": state.config, "resumed_step": resumed_step}
         options |= {"tensorboard": config.tensorboard, "wandb": config.wandb, "evaluated": state.evaluated}
-        options["labels"] = wandb_labels(config, compute.precision)
+        options |= {"labels": wandb_labels(config, compute.precision), "is_branch": branches}
         with (
             open_logs(folder, compute, changes, **options) as log,
             StopRequest(world) as stop,
@@ -93,7 +94,7 @@ def train(config: Config, resumed: State | None, world: World = ALONE) -> StopRe
             parts = config.attention, config.train, config.optimizer, compute, config.data.document_mask
             log.message(describe(state, tokens, *parts, folder))
             log.settings_changed(state.step, state.tokens, changes)
-            checkpoints.check_best(state)
+            checkpoints.check_best(state, branches)
             watch = Watch(state, config.train, checkpoints, folder / "replay", log.message, world)
             loop(config, state, tokens, compute, checkpoints, watch, log, stop)
             # The processes must agree, because they sample together: a signal may reach one of them first.

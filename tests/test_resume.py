@@ -287,6 +287,18 @@ def test_a_resumed_run_does_not_replace_the_checkpoints_of_another_run():
     run("train.py", "checkpoint.resume=link.pt", "train.max_steps=7", "hydra.run.dir=run").ok()
 
 
+def test_a_branch_begins_its_own_best_and_keeps_what_another_run_left_in_its_folder():
+    train("a", *OWN).ok()
+    train("b", *OWN, "checkpoint.dir=elsewhere", "train.seed=7").ok()
+    left = {name: Path(f"b/{name}").read_text() for name in ("metrics.jsonl", "config.yaml")}
+    branch = "checkpoint.resume=a/checkpoints/step-00000006.pt", "hydra.run.dir=b", "checkpoint.dir=b/checkpoints"
+    outcome = run("train.py", *branch, "train.max_steps=8", "optimizer.lr=10", "optimizer.min_lr=10").ok()
+    best, before = load("b/checkpoints/best.pt"), load("a/checkpoints/best.pt")
+    assert best["best_step"] == 8 and best["best_loss"] > before["best_loss"]
+    assert f"best validation {best['best_loss']:.4f}" in outcome.out and min(row["step"] for row in logged("b")) == 6
+    assert {name: Path("b", name.replace(".", ".previous.")).read_text() for name in left} == left
+
+
 def test_the_settings_of_a_checkpoint_are_not_evaluated():
     train("run", "train.max_steps=1").ok()
     state = load("run/checkpoints/step-00000001.pt")

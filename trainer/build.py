@@ -175,24 +175,31 @@ def open_logs(
     *,
     run_config: dict[str, Any],
     resumed_step: int | None,
+    is_branch: bool,
     **options,
 ) -> Loggers:
     """Start the first process's loggers, save config.yaml, and link outputs/latest. The other processes log nothing.
 
     config.yaml has the newest settings, run_config. A comment above them names the settings that a run resumed at
-    resumed_step changed, here `changes`. `options` are further arguments of start_loggers.
+    resumed_step changed, here `changes`. is_branch: see checkpoint/policy.py. `options` are further arguments of
+    start_loggers.
     """
 
     def start() -> Loggers:
         path = folder / "config.yaml"
-        if resumed_step is None:
+        if resumed_step is None or is_branch:  # the file is another run's
             keep_previous(path)
         earlier = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         notes = [line for line in earlier if (found := NOTE.match(line)) and int(found[1]) < resumed_step]
         notes += [f"# changed after step {resumed_step}: {describe_changes(changes)}"] if changes else []
         settings = OmegaConf.to_yaml(OmegaConf.create(run_config))
         write_text(path, "".join(f"{note}\n" for note in notes) + settings)
-        own = {"run_config": run_config, "resumed_step": resumed_step, "has_mfu": _peak_flops(compute) is not None}
+        own = {
+            "run_config": run_config,
+            "resumed_step": resumed_step,
+            "is_branch": is_branch,
+            "has_mfu": _peak_flops(compute) is not None,
+        }
         loggers = start_loggers(folder, **own, **options)
         link_latest(folder, loggers.message)  # after the loggers, because wandb can refuse the run
         return loggers

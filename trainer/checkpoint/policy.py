@@ -74,8 +74,13 @@ class Checkpoints:
             if self._attempt(state, partial(self._store.save, best=True)) is None:
                 state.best_loss, state.best_step, state.best_evaluation = saved
 
-    def check_best(self, state: TrainState) -> None:
-        """Print a note if the next evaluation begins a new best, because its settings have changed."""
+    def check_best(self, state: TrainState, is_branch: bool) -> None:
+        """Forget the best loss if its checkpoint is in another folder, so that this folder gets a best checkpoint too.
+
+        Print a note if the next evaluation begins a new best, because its settings have changed.
+        """
+        if is_branch:
+            state.best_loss, state.best_step, state.best_evaluation = math.inf, 0, {}
         if begins_new_best(state):
             now = evaluation_of(state)
             changes = {key: [old, now.get(key)] for key, old in state.best_evaluation.items() if old != now.get(key)}
@@ -163,6 +168,15 @@ def check_folder(folder: Path, resumed: State | None) -> None:
             f"among them; continue the other run with {assigned('checkpoint.resume', other)}, or choose another "
             "checkpoint.dir"
         )
+
+
+def is_branch(output: Path, folder: Path, resumed: State | None) -> bool:
+    """Return whether a run continues another run: from a checkpoint outside of its own output and of the folder where
+    it saves its own checkpoints."""
+    if resumed is None:
+        return False
+    path = Path(resumed["path"])
+    return not (_is_in(path, folder) or path.resolve().is_relative_to(output.resolve()))
 
 
 def _is_in(path: Path, folder: Path) -> bool:

@@ -53,6 +53,7 @@ def start_loggers(
     tensorboard: bool = False,
     labels: dict[str, Any] | None = None,
     resumed_step: int | None = None,
+    is_branch: bool = False,
     evaluated: int = 0,
     console: Console | None = None,
 ) -> Loggers:
@@ -60,7 +61,8 @@ def start_loggers(
 
     `has_mfu` says whether rows may have perf/mfu. `run_config` is the composed config as plain values. `labels` are the
     defaults of wandb's group and tags. A run resumed at `resumed_step`, whose last evaluation was at step `evaluated`,
-    continues metrics.jsonl there. A new run (None) in an old folder keeps the old file, under another name.
+    continues metrics.jsonl there. A new run (None), or one that continues another folder's run (`is_branch`), keeps an
+    old file under another name.
     """
     screen = ConsoleLogger(max_steps, has_mfu=has_mfu, console=console)
     wandb, origins = complete(wandb, labels or {})
@@ -73,12 +75,12 @@ def start_loggers(
     if wandb.mode != "disabled" and wandb.backend == "trackio":
         packages.append(TrackioLogger(wandb, run_config, resumed_step, screen.message))
     elif wandb.mode != "disabled":
-        redone = range(0) if resumed_step is None else range(resumed_step + 1, last_step(path) + 1)
+        redone = range(0) if resumed_step is None or is_branch else range(resumed_step + 1, last_step(path) + 1)
         packages.append(WandbLogger(wandb, run_config, folder, screen.message, redone))
-    if resumed_step is not None:
-        truncate_after(path, resumed_step, evaluated)
-    else:
+    if resumed_step is None or is_branch:
         keep_previous(path)
+    else:
+        truncate_after(path, resumed_step, evaluated)
     # Loggers closes the last one first, so that the last message of a package still reaches the console.
     return Loggers([JsonlLogger(path, on_failure=screen.message), screen, *packages])
 
