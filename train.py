@@ -27,7 +27,7 @@ from trainer.distributed.parallel import data_parallel, shard, synchronise_gradi
 from trainer.distributed.world import ALONE, World, join
 from trainer.evaluation import validate
 from trainer.folders import claimed
-from trainer.graphs import MicroStep, capture, check_graphs
+from trainer.graphs import MicroStep, MicroStepGraphs, capture, check_graphs
 from trainer.loading import load_weights
 from trainer.loggers import Loggers, Metrics, check_loggers
 from trainer.memory import explaining_out_of_memory
@@ -95,7 +95,7 @@ def train(config: Config, resumed: State | None, world: World = ALONE) -> StopRe
             log.message(describe(state, tokens, *parts, folder))
             log.settings_changed(state.step, state.tokens, changes)
             checkpoints.check_best(state, branches)
-            watch = Watch(state, config.train, checkpoints, folder / "replay", log.message, world)
+            watch = Watch(state, config.train, checkpoints, folder / "replay", log.message)
             loop(config, state, tokens, compute, checkpoints, watch, log, stop)
             # The processes must agree, because they sample together: a signal may reach one of them first.
             text = "" if stop.is_requested() else sample(model, tokens, config.train, compute) + "\n\n"
@@ -142,7 +142,7 @@ def loop(
             if state.step < settings.max_steps:
                 with meter.excluded():
                     step = capture(step, state.model, config.model.context_length, settings, compute)
-            seconds, as_graphs = time.perf_counter() - began, not isinstance(step, partial)
+            seconds, as_graphs = time.perf_counter() - began, isinstance(step, MicroStepGraphs)
             log.message(first_step_message(seconds, settings, compute, as_graphs))
         with log.row(state.step, state.tokens) as row:
             if is_due(settings.log_interval):

@@ -15,7 +15,6 @@ from errors import UserError, assigned
 from trainer.checkpoint.files import State
 from trainer.checkpoint.policy import Checkpoints
 from trainer.config import TrainConfig
-from trainer.distributed.world import ALONE, World
 from trainer.evaluation import perplexity
 from trainer.folders import write_text
 from trainer.loggers import finite
@@ -40,7 +39,6 @@ class Watch:
     checkpoints: Checkpoints
     folder: Path
     tell: Callable[[str], None]
-    world: World = ALONE
     loss: float | None = None  # of the newest judged step, in nats
     _window: list[Tensor] = field(default_factory=list)  # loss and norm of each unjudged step, still on the device
     _newest: dict[str, float] = field(default_factory=dict)  # metrics of the newest judged step, until `read`
@@ -53,7 +51,7 @@ class Watch:
         """Judge all steps since the last call. Save the state and raise a UserError if a step must stop the run."""
         if not self._window:
             return
-        rows = self.world.sum(torch.stack(self._window)).div(self.world.size).tolist()
+        rows = self.state.world.sum(torch.stack(self._window)).div(self.state.world.size).tolist()
         self._window = []
         for step, (loss, norm) in enumerate(rows, start=self.state.step - len(rows) + 1):
             self._judge(step, loss, norm)
@@ -121,7 +119,7 @@ class Watch:
             "scaler": self.state.scaler.state_dict(),
             "config": self.state.config,
         }
-        if self.world.is_first:
+        if self.state.world.is_first:
             try:
                 self.folder.mkdir(exist_ok=True)
                 write_text(path, json.dumps(content, indent=2) + "\n")
