@@ -346,7 +346,7 @@ def test_run_started_afresh_in_an_old_folder_is_refused(workplace):
     outcome = train("run", "train.max_steps=20", "checkpoint.interval=10", "data.dir=missing")
     assert outcome.code == 2 and "step-00000030.pt is past step 0" in outcome.err, "before the data are prepared"
     outcome = train("run", "train.max_steps=40", "checkpoint.resume=run/checkpoints/step-00000020.pt")
-    assert outcome.code == 2 and "choose another checkpoint.dir" in outcome.err
+    assert outcome.code == 2 and "choose another hydra.run.dir or checkpoint.dir" in outcome.err
     assert Path("run/metrics.jsonl").read_bytes() == before and find("run").name == "step-00000030.pt"
 
 

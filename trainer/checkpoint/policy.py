@@ -159,14 +159,14 @@ def check_folder(folder: Path, resumed: State | None) -> None:
     if later := newest_complete_after(folder, first_step, with_best=resumed is None):
         raise UserError(
             f"{later} is past step {first_step}, from which this run starts; continue it with "
-            f"{assigned('checkpoint.resume', later)}, or choose another checkpoint.dir"
+            f"{assigned('checkpoint.resume', later)}, or choose another hydra.run.dir or checkpoint.dir"
         )
     is_elsewhere = resumed is not None and not _is_in(Path(resumed["path"]), folder)
     if is_elsewhere and (other := newest_complete_after(folder, -1, with_best=True)):
         raise UserError(
             f"{folder} has checkpoints of another run ({other.name}), and checkpoint.resume={resumed['path']} is not "
             f"among them; continue the other run with {assigned('checkpoint.resume', other)}, or choose another "
-            "checkpoint.dir"
+            "hydra.run.dir or checkpoint.dir"
         )
 
 
