@@ -6,6 +6,7 @@ import pytest
 
 from data import stdlib
 from data.config import DataConfig
+from data.token_files import TokenWriter
 from data.tokenizers import get_tokenizer
 from data.tokens import open_tokens
 from errors import UserError
@@ -112,5 +113,20 @@ def test_another_tokenizer_does_not_overwrite_the_tokens(tmp_path, few_files):
 def test_another_corpus_is_not_overwritten(tmp_path):
     meta = {"tokenizer": "byte", "source": {"name": "text"}, "counts": {s: {"tokens": 1} for s in ("train", "val")}}
     (tmp_path / "meta.json").write_text(json.dumps(meta))
-    with pytest.raises(UserError, match="holds another corpus than the standard library"):
+    with pytest.raises(UserError, match="holds another corpus than the standard library; choose another folder"):
         stdlib.build(config_of(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "choice"), [("gpt2", "data=tokens"), ("byte", "data=tokens data.tokenizer=byte")]
+)
+def test_complete_tokens_of_another_corpus_lead_to_their_choice(tmp_path, tokenizer, choice):
+    """A user who had prepared a text and forgot data=tokens was sent to another folder."""
+    with TokenWriter(tmp_path, {"name": "text"}) as writer:
+        for split in ("train", "val"):
+            writer.write(split, np.arange(9, dtype=np.uint16).tobytes(), 1)
+        writer.finish(tokenizer)
+    with pytest.raises(UserError) as refused:
+        open_tokens(config_of(tmp_path))
+    assert str(refused.value).endswith(f"; set {choice} to use it, or choose another folder")
+    open_tokens(DataConfig("tokens", str(tmp_path), tokenizer))
