@@ -4,6 +4,7 @@ import difflib
 import errno
 import re
 import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from inspect import formatannotation
@@ -88,6 +89,9 @@ def explain(error: Exception) -> str:
         parent = cause.parent_node
         if isinstance(parent, DictConfig) and key.startswith("attention.") and "name" in parent:
             return unknown_attention_setting(parent.name, str(cause.key))
+        if key == "experiment" and (recipe := _chosen(key)):
+            file = f"experiment/{recipe}.yaml"
+            return f"experiment={recipe} has no header; make `# @package _global_` the first line of {file}"
         known = OmegaConf.to_container(parent) if isinstance(parent, DictConfig) else {}
         known.pop("hydra", None)
         groups = [group for group, settings in known.items() if isinstance(settings, dict) and key in settings]
@@ -110,6 +114,12 @@ def explain(error: Exception) -> str:
             remedy += f", or write a list as '{key}=[{values}]'{_or_as_text(f'{key}={values}')}"
         return f"{key}={values} is ambiguous; {remedy}"
     return f"{line}; {SYNTAX}"
+
+
+def _chosen(group: str) -> str | None:
+    """Return the choice of a group on the command line, or None."""
+    given = dict(argument.lstrip("+").partition("=")[::2] for argument in sys.argv[1:])
+    return given.get(group)
 
 
 def _wrong_type(key: str, error: ValidationError) -> str:

@@ -266,6 +266,20 @@ def test_a_group_of_another_program_is_refused(workplace):
     assert line == "error: precision is not a setting; choose among checkpoint, to"
 
 
+def test_an_experiment_without_its_header_is_told_the_line(workplace):
+    """Hydra put its settings into a group called experiment, which was refused with the names of all settings."""
+    Path("mine/experiment").mkdir(parents=True)
+    file = Path("mine/experiment/short.yaml")
+    file.write_text("train: {max_steps: 3, batch_size: 2}\n")
+    (line,) = run("train.py", "--config-dir=mine", "experiment=short").err.splitlines()
+    header = "# @package _global_"
+    assert line == f"error: experiment=short has no header; make `{header}` the first line of experiment/short.yaml"
+    file.write_text(f"{header}\n{file.read_text()}")
+    run("train.py", "--config-dir=mine", "experiment=short", "--cfg", "job").ok()
+    (line,) = run("train.py", "experiment.train=3").err.splitlines()
+    assert line.startswith("error: experiment is not a setting; choose among")
+
+
 def test_help_names_every_group_and_choice_and_the_keys_used_most(workplace):
     out = run("train.py", "--help").ok().out
     groups = [folder for folder in (ROOT / "conf").iterdir() if folder.is_dir() and any(folder.glob("*.yaml"))]
