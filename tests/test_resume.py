@@ -237,6 +237,17 @@ def test_as_many_other_tokens_do_not_continue_a_run():
     run("train.py", *longer, "data.dir=moved").ok()
 
 
+def test_tokens_of_another_tokenizer_are_refused_with_the_checkpoints():
+    """The sentence was about model.vocab_size, which the user had not set: it came from the checkpoint."""
+    train("run").ok()
+    shutil.copytree("tokens", "other")
+    again = "checkpoint.resume=auto", "hydra.run.dir=run", "train.max_steps=6"
+    (sentence,) = run("train.py", *again, "data=tokens", "data.dir=other").err.splitlines()
+    source = Path("run/checkpoints/step-00000005.pt").absolute()
+    problem = f"checkpoint.resume={source} was trained on byte tokens, not on gpt2 tokens"
+    assert sentence == f"error: {problem}; choose data of the byte tokenizer"
+
+
 def test_a_new_run_does_not_replace_the_best_checkpoint_of_an_old_run():
     """A run that was killed before its first regular checkpoint leaves only best.pt."""
     settings = "train.eval_interval=5", "checkpoint.interval=4"

@@ -60,6 +60,9 @@ def run_shape(shape: ModelConfig, tokens: TokenSet, resumed: State | None, given
     _check_given(asked, shape, given)
     if shape.vocab_size is None:
         shape = replace(shape, vocab_size=tokens.vocab_size)
+    if resumed:  # before the other checks, because the sizes can be the checkpoint's
+        check_resumable(resumed, asdict(shape), tokens.tokenizer)
+        shape = replace(shape, pretrained=resumed["config"]["model"].get("pretrained"))  # null changes nothing
     if shape.vocab_size < tokens.vocab_size:
         raise UserError(
             f"model.vocab_size={shape.vocab_size} is below the {tokens.vocab_size} tokens of the {tokens.tokenizer} "
@@ -67,9 +70,6 @@ def run_shape(shape: ModelConfig, tokens: TokenSet, resumed: State | None, given
         )
     for split in SPLITS:  # validation would find a short file hours later
         check_length(getattr(tokens, split), shape.context_length, str(tokens.dir / f"{split}.bin"))
-    if resumed:
-        check_resumable(resumed, asdict(shape), tokens.tokenizer)
-        shape = replace(shape, pretrained=resumed["config"]["model"].get("pretrained"))  # null changes nothing
     return shape
 
 
