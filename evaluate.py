@@ -22,7 +22,7 @@ def evaluate(config: EvaluateConfig) -> None:
     compute, folder = choose_compute(config.device, config.precision, trains=False), output_dir()
     check_writable(folder)
     tokens = open_tokens(config.data)
-    model, tokenizer = load_model(config.checkpoint, config.attention)
+    model, tokenizer, origin = load_model(config.checkpoint, config.attention)
     if tokenizer != tokens.tokenizer:
         raise UserError(
             f"checkpoint={config.checkpoint} was trained on {tokenizer} tokens, but {tokens.dir} holds "
@@ -35,7 +35,7 @@ def evaluate(config: EvaluateConfig) -> None:
     options = {"compute": compute, "document_mask": documents, "name": str(file)}
     result = score(model.to(compute.device), tokens.val, get_tokenizer(tokenizer), **sizes, **options)
     print(
-        f"{file}, {config.checkpoint}, {config.attention.title} attention, {compute}, context {context}, "
+        f"{file}, {origin}, {config.attention.title} attention, {compute}, context {context}, "
         f"stride {stride}:\nloss {result['val/loss']:.4f} nats, perplexity {result['val/perplexity']:.3f} over "
         f"{result['tokens']:,} tokens; {result['val/word_perplexity']:.3f} per word, over {result['words']:,} words"
     )

@@ -43,7 +43,7 @@ def replay(config: ReplayConfig) -> None:
     tokens = open_tokens(settings.data)
     fix_randomness(settings.train)
     options = {"any_pairs": True, "fp8": compute.fp8}
-    model, tokenizer = load_model(source, settings.attention, settings.train.activation_checkpointing, **options)
+    model, tokenizer, _ = load_model(source, settings.attention, settings.train.activation_checkpointing, **options)
     if tokenizer != tokens.tokenizer:
         raise UserError(
             f"checkpoint={source} was trained on {tokenizer} tokens, but record={config.record} has {tokens.tokenizer} "

@@ -1,5 +1,7 @@
 """Continue a text with a trained GPT-2: python sample.py checkpoint=... prompt="..." (see python sample.py --help)."""
 
+import sys
+
 import torch
 
 from conf.cli import launch
@@ -17,7 +19,7 @@ def sample(config: SampleConfig) -> None:
     """Print the continuations while they are generated."""
     refuse_several("sample.py")
     compute = choose_compute(config.device, config.precision, trains=False)
-    model, tokenizer_name = load_model(config.checkpoint, config.attention)
+    model, tokenizer_name, origin = load_model(config.checkpoint, config.attention)
     tokenizer = get_tokenizer(tokenizer_name)
     shape = model.config
     check_variant(config.attention, shape, compute, sampling=True)
@@ -31,6 +33,7 @@ def sample(config: SampleConfig) -> None:
     options = {key: getattr(config, key) for key in ("max_tokens", "temperature", "top_k", "top_p")}
     options |= {"generator": torch.Generator().manual_seed(config.seed)}
     options |= {"stop": tokenizer.eot, "vocab_size": tokenizer.vocab_size}
+    print(f"using {origin}", file=sys.stderr)  # stdout has only the text
     for number in range(config.num_samples):
         if number:
             print("\n" + "-" * 80)

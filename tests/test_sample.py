@@ -1,6 +1,7 @@
 """sample.py on checkpoints of this trainer and on a Hugging Face folder."""
 
 import shlex
+import shutil
 import sys
 from pathlib import Path
 
@@ -123,6 +124,17 @@ def test_checkpoint_is_a_file_or_a_folder(trained):
     places = (trained, trained / "checkpoints", newest)
     assert len({sample(f"checkpoint={place}", "temperature=0").ok().out for place in places}) == 1
     sample(f"checkpoint={trained / 'checkpoints' / 'best.pt'}").ok()
+
+
+def test_the_checkpoint_behind_a_link_is_printed_beside_the_text(trained, workplace):
+    """outputs/latest had moved to another run, and nothing said so. The text stays alone on stdout."""
+    Path("runs").symlink_to(trained)
+    outcome = sample("checkpoint=runs", "prompt=1", "max_tokens=3", "num_samples=2").ok()
+    assert outcome.err == f"using {trained / 'checkpoints' / 'step-00000030.pt'} (step 30)\n"
+    assert outcome.out.startswith("1")
+    best = load(trained / "checkpoints" / "best.pt")["step"]
+    shutil.copy(trained / "checkpoints" / "best.pt", "mine.pt")
+    assert sample("checkpoint=mine.pt", "max_tokens=1").ok().err == f"using mine.pt (step {best})\n"
 
 
 def test_hugging_face_folder_is_sampled_with_gpt2s_vocabulary(tmp_path, gpt2_tokenizer):

@@ -13,6 +13,7 @@ from model.huggingface import find_pretrained, is_pretrained, load_pretrained, r
 from trainer.checkpoint.files import State
 from trainer.checkpoint.folder import find
 from trainer.checkpoint.load import load, of_this_version, restore_pattern_of
+from trainer.layout import shown
 
 
 def model_of(
@@ -115,9 +116,10 @@ def load_model(
     activation_checkpointing: str = "none",
     any_pairs: bool = False,
     fp8: bool = False,
-) -> tuple[GPT2, str]:
-    """Return the model of a checkpoint, a Hugging Face folder or a hub id, and the name of its tokenizer.
+) -> tuple[GPT2, str, str]:
+    """Return the model of a checkpoint, a Hugging Face folder or a hub id, the name of its tokenizer, and its origin.
 
+    The origin is a text with the checkpoint's real path and step, because `source` can be a link or a run's folder.
     Unless `any_pairs`, refuse an `attention` that leaves out other pairs of tokens than the attention of the training.
     A Hugging Face model does not say how it was trained, and nobody knows which pairs a custom function left out.
     """
@@ -133,7 +135,7 @@ def load_model(
         model = model_of(state, attention, activation_checkpointing, fp8)
         if not (any_pairs or sparsity(state) or state["config"]["attention"]["name"] == CustomConfig.name):
             _check_all_pairs(model, attention, source)
-        return model, state["tokenizer"]
+        return model, state["tokenizer"], f"{shown(Path(state['path']).resolve())} (step {state['step']})"
     folder = find_pretrained(source, key="checkpoint")
     shape, known = read_config(folder), vocab_size("gpt2")
     if shape.vocab_size < known:
@@ -143,4 +145,4 @@ def load_model(
         )
     model = GPT2(shape, build_attention(attention), activation_checkpointing, fp8)
     load_pretrained(model, folder)
-    return model, "gpt2"
+    return model, "gpt2", source

@@ -151,6 +151,14 @@ def test_an_evaluation_drops_nothing(tmp_path, workplace):
     assert first == second
 
 
+def test_the_checkpoint_behind_a_link_is_printed(tmp_path, workplace, trained):
+    """outputs/latest had moved to another run, and nothing said so."""
+    Path("link").symlink_to(trained)
+    data = "data=tokens", f"data.dir={trained.parent / 'tokens'}", "data.tokenizer=byte"
+    _, out = evaluated(tmp_path, "checkpoint=link", *data)
+    assert f"val.bin, {trained / 'checkpoints' / 'step-00000030.pt'} (step 30), flash2" in out
+
+
 def test_a_model_trained_in_a_window_is_not_scored_without_it(tmp_path, workplace):
     """sample.py refuses too. Without the window, the perplexity was wrong, and no message said so."""
     window = "attention=local", "attention.window=4"
