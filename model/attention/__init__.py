@@ -91,7 +91,7 @@ def check_attention(
     _check_options(config, attention, device, dropout_p, documents)
     heads, kv_heads, length = 2 * groups, 2, min(context_length, MOST_TOKENS)
     packed = torch.randn(1, length, (heads + 2 * kv_heads) * head_dim, device=device, dtype=dtype, requires_grad=True)
-    options = {"causal": True, "scale": 1.0, "dropout_p": dropout_p}
+    options = {"causal": True, "scale": 1.0}
     if documents:
         cuts = [0, length - length // 2, length, length]  # with an empty document, as batches have at their end
         options["cu_seqlens"] = torch.tensor(cuts, dtype=torch.int32, device=device)
@@ -104,7 +104,8 @@ def check_attention(
     if groups > 1 and config.name not in BUILT_IN:  # the built-in variants all share heads
         remedy += ", such as naive, sdpa or flash2, or set model.n_kv_head=null"
     try:
-        _train_once(attention, split_projection(packed, heads, kv_heads), **options)
+        _train_once(attention, split_projection(packed, heads, kv_heads), dropout_p=dropout_p, **options)
+        attention.check_causality(*split_projection(packed, heads, kv_heads), **options)
         if sampling:
             keys = max(length - 1, 1)  # Samples have any number of keys.
             task = f"sample with one query, {keys} keys and causal=False"

@@ -20,6 +20,8 @@ from torch import Tensor
 from errors import UserError, described
 from model.attention.protocol import Attention, AttentionConfig
 
+NOISE = 0.02  # of the largest output: more than two roundings in bf16, by which runs of a kernel may differ
+
 
 class Custom(Attention):
     """A function (q, k, v, *, causal, scale) -> out.
@@ -52,6 +54,27 @@ class Custom(Attention):
             raise ValueError(f"{self.name} has no parameter {missing[0]}; add it or use attention=flash2")
         with torch.autocast(q.device.type, enabled=False):
             return self.function(q, k, v, **options)
+
+    def check_causality(self, q: Tensor, k: Tensor, v: Tensor, **options) -> None:
+        """Raise a ValueError if outputs of earlier queries change with the last key and value.
+
+        The last key is the query before it, then its negative: a function that sees this key gives it most of the
+        weight, then almost none. Both values have the same elements, so a function that quantises finds the same scale.
+        """
+        if q.shape[1] < 2:
+            return
+        sizes = q.shape[2], k.shape[2], v.shape[2]
+        key, value = q[:, -2:-1, :: sizes[0] // sizes[1]], v[:, -1:]
+        outputs = []
+        with torch.random.fork_rng([q.device] if q.is_cuda else []):
+            for last_k, last_v in ((key, value), (-key, value.roll(1, -1))):
+                torch.manual_seed(0)  # a function may draw random numbers, the same ones both times
+                parts = q, torch.cat((k[:, :-1], last_k), 1), torch.cat((v[:, :-1], last_v), 1)
+                out = self(*torch.cat(parts, 2).split(sizes, 2), **options)
+                outputs.append(out[:, :-1].detach().float())
+        before, after = outputs
+        if (after - before).abs().max() > NOISE * before.abs().max():
+            raise ValueError("the last key and value change the outputs of earlier queries; mask them if causal=True")
 
     def explain(self, error: Exception) -> str:
         """Name the exception, its message and the last line of the function's file in the traceback."""

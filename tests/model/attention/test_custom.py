@@ -83,6 +83,30 @@ def without_gradient_of_keys(q, k, v, *, causal, scale):
     return attention(q, k.detach(), v, causal=causal, scale=scale)
 
 
+def not_causal(q, k, v, *, causal, scale):
+    return attention(q, k, v, causal=False, scale=scale)
+
+
+def of_one_token_too_many(q, k, v, *, causal, scale, cu_seqlens=None):
+    assert q.shape[2] == k.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(2)
+    return ((q @ k.mT * scale).masked_fill(hidden, float("-inf")).softmax(-1) @ v).transpose(1, 2)
+
+
+def of_grouped_heads(q, k, v, *, causal, scale):
+    groups = q.shape[2] // k.shape[2]
+    return attention(q, k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2), causal=causal, scale=scale)
+
+
+def not_causal_with_groups(q, k, v, *, causal, scale):
+    return of_grouped_heads(q, k, v, causal=False, scale=scale)
+
+
+def random(q, k, v, *, causal, scale):
+    return attention(q, k + torch.randn_like(k), v, causal=causal, scale=scale)
+
+
 def of_long_sequences(q, k, v, *, causal, scale):
     assert q.shape[1] % 96 == 0, "no kernel for this length"
     return attention(q, k, v, causal=causal, scale=scale)
@@ -210,6 +234,40 @@ def test_a_function_that_cannot_train_is_refused_in_a_sentence_with_its_name(fun
 
 def test_a_function_of_any_arguments_is_accepted_with_every_option():
     check_attention(custom("with_any"), **CHECK | {"dropout_p": 0.1, "documents": True, "sampling": True})
+
+
+LEAK = "the last key and value change the outputs of earlier queries; mask them if causal=True"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("context_length", [2, 111, 1024])
+@pytest.mark.parametrize(
+    ("function", "options"),
+    [
+        ("not_causal", {}),
+        ("not_causal", {"head_dim": 64}),
+        ("of_one_token_too_many", {}),
+        ("not_causal_with_groups", {"groups": 3}),
+    ],
+)
+def test_a_function_that_sees_later_tokens_is_refused(function, options, context_length, dtype):
+    """It once trained without a word, to a loss near 0."""
+    kind = {"dtype": dtype, "context_length": context_length}
+    with pytest.raises(UserError, match=LEAK):
+        check_attention(custom(function), **CHECK | kind | options)
+
+
+def test_a_function_that_sees_later_tokens_of_its_document_is_refused():
+    with pytest.raises(UserError, match=LEAK):
+        check_attention(custom("of_one_token_too_many"), **CHECK | {"documents": True})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("context_length", [1, 2, 111, 1024])
+def test_a_causal_function_is_accepted_even_if_it_is_random(context_length, dtype):
+    kind = {"dtype": dtype, "context_length": context_length}
+    check_attention(custom("random"), **CHECK | kind)
+    check_attention(custom("of_grouped_heads"), **CHECK | kind | {"groups": 3})
 
 
 def test_a_function_may_use_a_backward_pass_that_torch_allows_in_training_alone():
