@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from errors import UserError
 from model.gpt2 import GPT2, KeyValueCache
 
 
@@ -51,6 +52,9 @@ def generate(
     Each token costs a forward pass of one position, which uses the cached keys and values. If the context is full, its
     second half becomes the new beginning and is read again. `vocab_size` limits the tokens to those of the tokenizer,
     because the model may have more. `generator` is a CPU generator. The caller sets autocast.
+
+    Raises:
+        UserError: the logits are not finite, because the weights diverged or fp16 overflowed.
     """
     device, context = model.wte.weight.device, model.config.context_length
     dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else model.wte.weight.dtype
@@ -58,6 +62,8 @@ def generate(
     text, unread = list(prompt), list(prompt[-context:])
     for _ in range(max_tokens):
         logits = model(torch.tensor([unread], device=device), cache=cache)[0, -1, :vocab_size]
+        if not logits.isfinite().all():
+            raise UserError("the model's logits are not finite; give another checkpoint, or set precision=fp32")
         token = draw(logits, temperature, top_k, top_p, generator)
         if token == stop:
             return

@@ -105,6 +105,16 @@ def test_a_loss_that_is_no_number_is_told_though_the_disk_is_full(workplace, mon
     assert Path(re.search(r"record=(\S+)", sentence).group(1)).is_file()
 
 
+def test_a_run_finishes_though_its_model_has_no_finite_logits(workplace):
+    """The sample at its end once raised an error of torch, and sample.py too."""
+    broken = {"optimizer.lr": 1e20, "optimizer.warmup_steps": 0, "optimizer.grad_clip": 0, "train.max_steps": 1}
+    outcome = train("run", *(f"{key}={value}" for key, value in broken.items()), "train.sample_tokens=5").ok()
+    assert "\nno sample: the model's logits are not finite\n" in outcome.out and "finished" in outcome.out
+    refused = run("sample.py", "checkpoint=run", "device=cpu")
+    assert refused.code == 2
+    assert refused.err == "error: the model's logits are not finite; give another checkpoint, or set precision=fp32\n"
+
+
 def test_what_is_usual_is_known_after_a_resume(workplace, monkeypatch):
     train("run", "train.max_steps=25", "train.eval_interval=99", "checkpoint.dir=kept").ok()
     assert load("kept/step-00000025.pt")["norms"] == [norm for _, norm in curve("run", "train/grad_norm")]

@@ -8,7 +8,7 @@ import torch
 
 from data.tokenizers import get_tokenizer
 from data.tokens import TokenSet
-from errors import UserError
+from errors import UserError, problem_of
 from model.attention import AttentionConfig
 from model.generate import generate
 from model.gpt2 import GPT2, ModelConfig
@@ -151,7 +151,10 @@ def sample(model: GPT2, tokens: TokenSet, settings: TrainConfig, compute: Comput
             stop=tokenizer.eot,
             vocab_size=tokenizer.vocab_size,
         )
-        return "a sample:\n" + fitted(tokenizer.decode(text))
+        try:
+            return "a sample:\n" + fitted(tokenizer.decode(text))
+        except UserError as error:  # the run is finished, and the remedy is for sample.py
+            return f"no sample: {problem_of(error)}"
 
 
 def first_step_message(seconds: float, settings: TrainConfig, compute: Compute, as_graphs: bool) -> str:

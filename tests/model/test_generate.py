@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from errors import UserError
 from model.attention import EXACT, VARIANTS, build_attention
 from model.generate import draw, generate, restrict
 from model.gpt2 import GPT2, ModelConfig
@@ -173,3 +174,13 @@ def test_under_autocast_the_cache_takes_its_dtype(attention):
         text = list(generate(model, [1, 2, 3], max_tokens=30, temperature=0, generator=seeded()))
     assert len(text) == 30
     assert max(text) < 101
+
+
+@pytest.mark.parametrize("temperature", [0, 0.8])
+@pytest.mark.parametrize("weight", [math.nan, math.inf])
+def test_logits_that_are_not_finite_are_refused(temperature, weight):
+    """They once ended in torch's error about probabilities, or at temperature 0 in a text of token 0."""
+    model = build(16)
+    nn.init.constant_(model.ln_f.weight, weight)
+    with pytest.raises(UserError, match="the model's logits are not finite; give another checkpoint"):
+        list(generate(model, [5], max_tokens=3, temperature=temperature, generator=seeded()))
