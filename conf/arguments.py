@@ -49,7 +49,7 @@ OTHER_VALUES = {
 def slip_in(arguments: Sequence[str], is_training: bool) -> str | None:
     """Return the sentence for the first mistake in a command line, or None. `is_training` is true for train.py."""
     options = (_unknown_option(argument, is_training) for argument in arguments if argument.startswith("--"))
-    return next(filter(None, options), None) or _unused_folder(arguments)
+    return next(filter(None, options), None) or _empty_folder(arguments) or _unused_folder(arguments)
 
 
 def _unknown_option(argument: str, is_training: bool) -> str | None:
@@ -76,6 +76,15 @@ def setting_meant(key: str, known: Collection[str]) -> str | None:
     *groups, name = key.split(".")
     is_training = not {"model", "optimizer", "train"}.isdisjoint(groups or known)
     return (SETTINGS | OTHER_VALUES).get(name) if is_training else None
+
+
+def _empty_folder(arguments: Sequence[str]) -> str | None:
+    """Return the sentence for an output folder without a name. Hydra would take the current folder."""
+    for argument in arguments:
+        key, equals, folder = argument.lstrip("+").partition("=")
+        if key in ("hydra.run.dir", "hydra.sweep.dir") and equals and not folder.strip(" '\""):
+            return f"{argument} is empty; give a folder, or leave {key} out"
+    return None
 
 
 def _unused_folder(arguments: Sequence[str]) -> str | None:

@@ -57,10 +57,20 @@ def test_an_output_folder_that_the_start_ignores_is_refused(workplace, arguments
         "-m",
         "",
         "--cfg hydra hydra.sweep.dir=a",
+        "hydra.run.dir=.",
     ],
 )
 def test_an_output_folder_that_is_used_is_accepted(arguments):
     assert slip_in(arguments.split(), is_training=True) is None
+
+
+@pytest.mark.parametrize("argument", ["hydra.run.dir=", "++hydra.run.dir=''", "hydra.run.dir=' '", "hydra.sweep.dir="])
+def test_an_output_folder_without_a_name_is_refused(workplace, argument):
+    """The outputs once went to the current folder, without a word."""
+    sweep = ["-m"] if "sweep" in argument else []
+    key = argument.lstrip("+").partition("=")[0]
+    assert refused(*sweep, *TINY, argument) == f"{argument} is empty; give a folder, or leave {key} out"
+    assert [path.name for path in workplace.iterdir()] == ["tokens"]
 
 
 @pytest.mark.parametrize("launcher", ["basic", "submitit_local"])
