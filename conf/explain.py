@@ -89,7 +89,7 @@ def explain(error: Exception) -> str:
         parent = cause.parent_node
         if isinstance(parent, DictConfig) and key.startswith("attention.") and "name" in parent:
             return unknown_attention_setting(parent.name, str(cause.key))
-        if key == "experiment" and (recipe := _chosen(key)):
+        if key == "experiment" and (recipe := _experiment_without_header()):
             file = f"experiment/{recipe}.yaml"
             return f"experiment={recipe} has no header; make `# @package _global_` the first line of {file}"
         known = OmegaConf.to_container(parent) if isinstance(parent, DictConfig) else {}
@@ -116,10 +116,10 @@ def explain(error: Exception) -> str:
     return f"{line}; {SYNTAX}"
 
 
-def _chosen(group: str) -> str | None:
-    """Return the choice of a group on the command line, or None."""
+def _experiment_without_header() -> str | None:
+    """Return the experiment that the command line chooses. None if it sets experiment.KEY too: that is the error."""
     given = dict(argument.lstrip("+").partition("=")[::2] for argument in sys.argv[1:])
-    return given.get(group)
+    return None if any(key.startswith("experiment.") for key in given) else given.get("experiment", "").strip("[]")
 
 
 def _wrong_type(key: str, error: ValidationError) -> str:

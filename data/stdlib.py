@@ -31,8 +31,7 @@ def build(config: DataConfig) -> None:
     publish(folder)
     meta = read_meta(folder)
     if meta and meta["source"].get("name") != "stdlib":
-        tokenizer = "" if meta["tokenizer"] == "gpt2" else f" data.tokenizer={meta['tokenizer']}"  # gpt2 is the default
-        use = f"set data=tokens{tokenizer} to use it, or " if has_files(folder) else ""
+        use = f"set data=tokens data.tokenizer={meta['tokenizer']} to use it, or " if has_files(folder) else ""
         raise UserError(f"data.dir={folder} holds another corpus than the standard library; {use}choose another folder")
     if meta and has_files(folder):
         before, now = meta["source"] | {"tokenizer": meta["tokenizer"]}, split | {"tokenizer": config.tokenizer}

@@ -59,7 +59,10 @@ def find_pretrained(source: str, key: str = "model.pretrained") -> Path:
             problem = "is not a folder" if folder.exists() else "does not exist"
             raise UserError(f"{key}={source} {problem}; give {PLACES}, or a hub id")
         if "/" in source and folder.parent.is_dir():  # also the form of a hub id, but outputs/lastest is a slip
-            raise UserError(f"{key}={source} does not exist in the folder {folder.parent}; give {PLACES}")
+            raise UserError(
+                f"{key}={source} does not exist in the folder {folder.parent}; give {PLACES}, or for a hub id start in "
+                f"a folder without {folder.parent}"
+            )
         from huggingface_hub import snapshot_download  # slow to import
 
         try:

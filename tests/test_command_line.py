@@ -277,8 +277,9 @@ def test_an_experiment_without_its_header_is_told_the_line(workplace):
     assert line == f"error: experiment=short has no header; make `{header}` the first line of experiment/short.yaml"
     file.write_text(f"{header}\n{file.read_text()}")
     run("train.py", "--config-dir=mine", "experiment=short", "--cfg", "job").ok()
-    (line,) = run("train.py", "experiment.train=3").err.splitlines()
-    assert line.startswith("error: experiment is not a setting; choose among")
+    for given in (["experiment.train=3"], ["experiment=gpt2-124m", "experiment.train.max_steps=3"]):
+        (line,) = run("train.py", *given).err.splitlines()
+        assert line.startswith("error: experiment is not a setting; choose among")
 
 
 def test_help_names_every_group_and_choice_and_the_keys_used_most(workplace):

@@ -181,8 +181,8 @@ def open_logs(
     """Start the first process's loggers, save config.yaml, and link outputs/latest. The other processes log nothing.
 
     config.yaml has the newest settings, run_config. A comment above them names the settings that a run resumed at
-    resumed_step changed, here `changes`. is_branch: see checkpoint/policy.py. `options` are further arguments of
-    start_loggers.
+    resumed_step changed, here `changes`. `is_branch` is true if the run continues another folder's run.
+    `options` are further arguments of start_loggers.
     """
 
     def start() -> Loggers:

@@ -20,7 +20,7 @@ from torch import Tensor
 from errors import UserError, described
 from model.attention.protocol import Attention, AttentionConfig
 
-NOISE = 0.02  # of the largest output: more than two roundings in bf16, by which runs of a kernel may differ
+NOISE = 0.02  # Runs of a kernel may differ by this share of the largest output. It is more than two roundings in bf16.
 
 
 class Custom(Attention):
@@ -56,7 +56,7 @@ class Custom(Attention):
             return self.function(q, k, v, **options)
 
     def check_causality(self, q: Tensor, k: Tensor, v: Tensor, **options) -> None:
-        """Raise a ValueError if outputs of earlier queries change with the last key and value.
+        """Raise a ValueError if outputs of earlier queries change with the last key and value, or are not finite.
 
         The last key is the query before it, then its negative: a function that sees this key gives it most of the
         weight, then almost none. Both values have the same elements, so a function that quantises finds the same scale.
@@ -73,6 +73,8 @@ class Custom(Attention):
                 out = self(*torch.cat(parts, 2).split(sizes, 2), **options)
                 outputs.append(out[:, :-1].detach().float())
         before, after = outputs
+        if not (before.isfinite().all() and after.isfinite().all()):
+            raise ValueError("the output is not finite for random q, k and v")
         if (after - before).abs().max() > NOISE * before.abs().max():
             raise ValueError("the last key and value change the outputs of earlier queries; mask them if causal=True")
 

@@ -75,7 +75,7 @@ class Checkpoints:
                 state.best_loss, state.best_step, state.best_evaluation = saved
 
     def check_best(self, state: TrainState, is_branch: bool) -> None:
-        """Forget the best loss if its checkpoint is in another folder, so that this folder gets a best checkpoint too.
+        """Forget the best loss if it is another run's, so that this run gets a best checkpoint of its own.
 
         Print a note if the next evaluation begins a new best, because its settings have changed.
         """
@@ -171,12 +171,9 @@ def check_folder(folder: Path, resumed: State | None) -> None:
 
 
 def is_branch(output: Path, folder: Path, resumed: State | None) -> bool:
-    """Return whether a run continues another run: from a checkpoint outside of its own output and of the folder where
-    it saves its own checkpoints."""
-    if resumed is None:
-        return False
-    path = Path(resumed["path"])
-    return not (_is_in(path, folder) or path.resolve().is_relative_to(output.resolve()))
+    """Return whether a run continues another run: the checkpoint is neither in `folder`, where this run saves its own,
+    nor in `output`/checkpoints, where it saved earlier."""
+    return resumed is not None and not any(_is_in(Path(resumed["path"]), x) for x in (folder, output / "checkpoints"))
 
 
 def _is_in(path: Path, folder: Path) -> bool:

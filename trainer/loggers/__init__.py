@@ -75,7 +75,7 @@ def start_loggers(
     if wandb.mode != "disabled" and wandb.backend == "trackio":
         packages.append(TrackioLogger(wandb, run_config, resumed_step, screen.message))
     elif wandb.mode != "disabled":
-        redone = range(0) if resumed_step is None or is_branch else range(resumed_step + 1, last_step(path) + 1)
+        redone = range(0) if resumed_step is None else range(resumed_step + 1, last_step(path) + 1)
         packages.append(WandbLogger(wandb, run_config, folder, screen.message, redone))
     if resumed_step is None or is_branch:
         keep_previous(path)

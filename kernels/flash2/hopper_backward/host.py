@@ -96,8 +96,8 @@ def backward_into(
 
     If given, sums (3, H, D) fp32 receives the sums of the gradients over B and T. It requires seq_q = seq_k, H = G,
     config.fused, no dropout and no dlogsumexp. If config is not fused, leave dq out and return the deltas (B, H, T).
-    The plain kernel computes dq from them. If deterministic, dq has the same bits in every run. A fused config then
-    requires a causal mask with documents.
+    The plain kernel computes dq from them. If deterministic, dq has the same bits in every run. With documents, a
+    fused config then requires a causal mask.
     """
     (batch, seq_q, heads, head_dim), (seq_k, kv_heads) = q.shape, k.shape[1:3]
     m, fused, dropout = config.queries, config.fused, options.dropout_p > 0

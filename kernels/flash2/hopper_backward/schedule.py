@@ -55,7 +55,8 @@ def turn_of(tile, m, shape, M: gl.constexpr, N: gl.constexpr, CAUSAL: gl.constex
     """Return how many key tiles add to dQ of query tile m before this key tile does.
 
     The last key tile that sees a query of m adds first, and the others follow one by one. Under a causal mask, the key
-    tile after this one reached m earlier, by N / M rounds, so a program seldom waits. Documents require a causal mask.
+    tile after this one reached m earlier, by N / M rounds, so a program seldom waits. With documents, the turns are
+    right only under a causal mask.
 
     A program waits only for programs with lower ids. This relies on the GPU starting programs in the order of their
     ids, which CUDA does not promise.

@@ -87,6 +87,11 @@ def not_causal(q, k, v, *, causal, scale):
     return attention(q, k, v, causal=False, scale=scale)
 
 
+def of_no_key(q, k, v, *, causal, scale):
+    out = attention(q, k, v, causal=causal, scale=scale)
+    return torch.cat((out[:, :1] * float("nan"), out[:, 1:]), 1)
+
+
 def of_one_token_too_many(q, k, v, *, causal, scale, cu_seqlens=None):
     assert q.shape[2] == k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -260,6 +265,11 @@ def test_a_function_that_sees_later_tokens_is_refused(function, options, context
 def test_a_function_that_sees_later_tokens_of_its_document_is_refused():
     with pytest.raises(UserError, match=LEAK):
         check_attention(custom("of_one_token_too_many"), **CHECK | {"documents": True})
+
+
+def test_a_function_whose_outputs_are_not_finite_is_refused():
+    with pytest.raises(UserError, match="the output is not finite for random q, k and v"):
+        check_attention(custom("of_no_key"), **CHECK)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

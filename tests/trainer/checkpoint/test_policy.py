@@ -9,7 +9,7 @@ from torch import nn
 from tests.e2e import load
 from tests.trainer.checkpoint.states import small
 from trainer.checkpoint import single
-from trainer.checkpoint.policy import Checkpoints
+from trainer.checkpoint.policy import Checkpoints, is_branch
 from trainer.checkpoint.single import SingleFileStore
 from trainer.distributed.world import ALONE
 from trainer.state import TrainState
@@ -51,3 +51,22 @@ def test_a_loss_whose_state_is_not_saved_does_not_count_as_the_best(tmp_path, mo
         nn.init.zeros_(model.bias)
         assert evaluate(3, 3.0) == (3, 3.0)
     assert len(told) == 1 and "training continues" in told[0]
+
+
+def test_a_run_that_starts_from_another_runs_checkpoint_is_a_branch(tmp_path):
+    outputs = tmp_path / "outputs"
+    own, other = (outputs / name / "checkpoints" / "step-00000003.pt" for name in ("own", "other"))
+    for path in (own, other):
+        path.parent.mkdir(parents=True)
+        path.touch()
+    found = [
+        is_branch(output, folder, {"path": str(path)})
+        for output, folder, path in (
+            (outputs / "own", own.parent, own),
+            (outputs / "own", tmp_path / "elsewhere", own),  # with another checkpoint.dir from now on
+            (outputs / "own", other.parent, other),  # with a checkpoint.dir of its own
+            (outputs / "own", own.parent, other),
+            (outputs, outputs / "checkpoints", other),
+        )
+    ]
+    assert found == [False, False, False, True, True] and not is_branch(outputs, own.parent, None)
