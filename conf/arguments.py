@@ -46,6 +46,11 @@ OTHER_VALUES = {
 """The settings of train.py by nanoGPT's names, if the values differ."""
 
 
+def values_in(arguments: Sequence[str]) -> dict[str, str]:
+    """Return the values of a command line by their keys. An argument without a value has an empty one."""
+    return dict(argument.lstrip("+").partition("=")[::2] for argument in arguments)
+
+
 def slip_in(arguments: Sequence[str], is_training: bool) -> str | None:
     """Return the sentence for the first mistake in a command line, or None. `is_training` is true for train.py."""
     options = (_unknown_option(argument, is_training) for argument in arguments if argument.startswith("--"))
@@ -92,7 +97,7 @@ def _unused_folder(arguments: Sequence[str]) -> str | None:
 
     A job of the process launcher has hydra.run.dir from the launcher, and hydra.sweep.dir from the user.
     """
-    given = dict(argument.lstrip("+").partition("=")[::2] for argument in arguments)
+    given = values_in(arguments)
     if not given.keys().isdisjoint(("--cfg", "-c", "--info", "-i", "--help", "-h")):
         return None  # The program only prints.
     is_sweep = not given.keys().isdisjoint(("-m", "--multirun")) or given.get("hydra.mode") == "MULTIRUN"

@@ -18,7 +18,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from conf import schema
-from conf.arguments import slip_in
+from conf.arguments import slip_in, values_in
 from conf.explain import explain, sentence_of, unknown_setting
 from errors import UserError, as_text, guard_output, refuse
 from hydra_plugins import process_launcher
@@ -142,12 +142,12 @@ def output_dir() -> Path:
 def is_output_dir_given() -> bool:
     """Return whether the command line names the output folder. Otherwise each start has a new one."""
     key = "hydra.sweep.dir" if _is_job_of_sweep() else "hydra.run.dir"
-    return any(override.lstrip("+").startswith(f"{key}=") for override in HydraConfig.get().overrides.hydra)
+    return key in values_in(HydraConfig.get().overrides.hydra)
 
 
 def given_keys(group: str) -> set[str]:
-    """Return the keys of a group that the command line sets one by one, unlike those of a choice, group=NAME."""
-    names = (override.lstrip("+").partition("=")[0] for override in HydraConfig.get().overrides.task)
+    """Return the keys of a group that the command line sets one by one. A choice, group=NAME, adds none."""
+    names = values_in(HydraConfig.get().overrides.task)
     return {name.removeprefix(f"{group}.") for name in names if name.startswith(f"{group}.")}
 
 

@@ -15,7 +15,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigTypeError, MissingMandatoryValue, OmegaConfBaseException, ValidationError
 
-from conf.arguments import setting_meant
+from conf.arguments import setting_meant, values_in
 from errors import UserError, as_text, first_line, is_out_of_gpu_memory, is_out_of_memory, two_sentences
 from model.attention import unknown_setting as unknown_attention_setting
 
@@ -118,7 +118,7 @@ def explain(error: Exception) -> str:
 
 def _experiment_without_header() -> str | None:
     """Return the experiment that the command line chooses. None if it sets experiment.KEY too: that is the error."""
-    given = dict(argument.lstrip("+").partition("=")[::2] for argument in sys.argv[1:])
+    given = values_in(sys.argv[1:])
     return None if any(key.startswith("experiment.") for key in given) else given.get("experiment", "").strip("[]")
 
 

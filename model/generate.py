@@ -50,8 +50,8 @@ def generate(
     """Yield up to max_tokens tokens that follow `prompt` (at least one token), ending before `stop`.
 
     Each token costs a forward pass of one position, which uses the cached keys and values. If the context is full, its
-    second half becomes the new beginning and is read again. `vocab_size` limits the tokens to those of the tokenizer,
-    because the model may have more. `generator` is a CPU generator. The caller sets autocast.
+    second half becomes the new beginning and is read again. The model may have more tokens than the tokenizer: only the
+    first `vocab_size` tokens are drawn. `generator` is a CPU generator. The caller sets autocast.
 
     Raises:
         UserError: the logits are not finite, because the weights diverged or fp16 overflowed.

@@ -155,8 +155,8 @@ def test_gradients_over_many_tiles_are_attentions(head_dim, causal):
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_cuda_graphs_replay_both_passes(head_dim, documents):
-    """deterministic=True, to compare bits. Each replay must set the counters to zero again: those of the additions to
-    dQ and, with documents, that of the tiles."""
+    """deterministic=True, to compare bits. Each replay must zero the counters of the additions to dQ and, with
+    documents, the counter of the tiles."""
     case = Case(8, seq_q=1200, seq_k=1200, heads=12, kv_heads=12, head_dim=head_dim, dtype=BF16)
     inputs = draw(case, "cuda")
     cuts = torch.tensor([0, 500, 2000, 9600], dtype=torch.int32, device="cuda") if documents else None

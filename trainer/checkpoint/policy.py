@@ -171,8 +171,10 @@ def check_folder(folder: Path, resumed: State | None) -> None:
 
 
 def is_branch(output: Path, folder: Path, resumed: State | None) -> bool:
-    """Return whether a run continues another run: the checkpoint is neither in `folder`, where this run saves its own,
-    nor in `output`/checkpoints, where it saved earlier."""
+    """Return whether a run continues another run.
+
+    Its own checkpoints are in `folder`, or in `output`/checkpoints if it had another checkpoint.dir.
+    """
     return resumed is not None and not any(_is_in(Path(resumed["path"]), x) for x in (folder, output / "checkpoints"))
 
 

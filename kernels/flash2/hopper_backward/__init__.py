@@ -5,11 +5,11 @@ Source: Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchr
 
 host.py launches three kernels:
 
-- statistics.py, delta_kernel: prepare the statistics of the queries, and zero the fp32 accumulator of dQ and the
+- statistics.py, delta_kernel: prepare the statistics of the queries. It also zeroes the fp32 accumulator of dQ and the
   counters of its additions.
 - main_loop.py, main_kernel: each program owns N keys of one key/value head. It computes dK and dV and adds its part of
-  dQ to the accumulator. One warp loads tiles by TMA, one warp adds tiles of dQ by TMA's reduce-add (reducer.py; two
-  warps in a deterministic backward), and the other warps compute (tile.py).
+  dQ to the accumulator. One warp loads tiles by TMA. One warp, or two in a deterministic backward, adds tiles of dQ by
+  TMA's reduce-add (reducer.py). The other warps compute (tile.py).
 - finish.py, finish_kernel: scale and round the accumulator to dQ.
 
 By default the additions to dQ have no fixed order, so the last bits of dQ may differ from call to call; dK and dV do
