@@ -13,28 +13,18 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from errors import UserError, check_range, check_rate
 from kernels.cross_entropy import linear_cross_entropy
 from kernels.layer_norm import normalise
 from model.attention import Attention, split_projection
+from model.checkpointing import checkpointed
 from model.linear import Linear, gelu_mlp
 
 PAD_VOCABULARY_TO = 64
 # Far larger than any model that trains. Beyond these sizes torch overflows or creates layers for hours.
 LARGEST = {"n_layer": 10_000, "n_head": 2**20, "n_embd": 2**20, "context_length": 2**31, "vocab_size": 2**31}
 CHECKPOINTING = "none", "selective", "full"  # of activations
-# Activation checkpointing keeps the results of attention: at long context they cost the most time and little memory.
-KEPT = [torch.ops.flash1.forward.default, torch.ops.flash2.forward.default]
-# torch's kernels draw their dropout mask inside. If they are skipped during recomputation, later dropout masks differ
-# from the first pass. So with dropout they are computed twice.
-KEPT_WITHOUT_DROPOUT = [
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-]
 
 
 @dataclass
@@ -194,9 +184,7 @@ class Block(nn.Module):
         """Call `_forward`. With full activation checkpointing, save no activations for the backward pass."""
         if self.activation_checkpointing != "full" or not torch.is_grad_enabled():
             return self._forward(*inputs)
-        kept = KEPT if self.attn.drops else KEPT + KEPT_WITHOUT_DROPOUT
-        keep = partial(create_selective_checkpoint_contexts, kept)
-        return checkpoint(self._forward, *inputs, use_reentrant=False, context_fn=keep)
+        return checkpointed(self._forward, *inputs, drops=self.attn.drops)
 
     def _forward(
         self, x: Tensor, added_bias: Tensor | None, cache: KeyValueCache | None, cu_seqlens: Tensor | None
