@@ -25,7 +25,7 @@ from bench.attention.accuracy import NAMES, relative_error
 from bench.attention.shapes import HIDDEN, TOKENS
 from bench.common.command_line import check_choice, check_output_file, check_positive, launch
 from bench.common.results import environment, results_folder, write
-from bench.common.timing import Gpu, median_milliseconds
+from bench.common.timing import Gpu, in_turn, median_milliseconds
 from bench.training.trainers import DTYPE, Trainer, TrainingCell, ours
 from errors import UserError
 from kernels.flash2 import flash2
@@ -183,7 +183,7 @@ def key_head_rows(gpu: Gpu, rounds: int) -> Iterator[dict]:
         parameters = sum(p.numel() for p in job.model.parameters())
         rows.append(row | {"parameters": parameters, "peak_gib": peak / GIB, "cache_mib": cache / 2**20, "samples": []})
         jobs.append(job)
-    for row, job in [*zip(rows, jobs, strict=True)] * rounds:
+    for row, job in in_turn([*zip(rows, jobs, strict=True)], rounds):
         with job.alone():
             row["samples"].append(gpu.milliseconds(partial(job.step, batch), KEY_HEADS_STEPS, spin_ms=0))
         gpu.release()

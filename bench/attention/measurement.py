@@ -1,6 +1,6 @@
 """Measure attention variants side by side: check each of them, then time all of them in turn.
 
-- Variants alternate inside one process. A round takes one sample of each variant, and there are many rounds. A row
+- Variants take turns inside one process. A round takes one sample of each variant, and there are many rounds. A row
   holds the median of its samples with their 20th and 80th percentile.
 - `forward` runs with gradients enabled, so it saves what the backward pass needs. `backward` is torch.autograd.grad on
   a graph that is kept. `both` is the two in one call. dout has the layout of the variant's output.
@@ -20,7 +20,7 @@ from bench.attention.contenders import Contender, bind, draw_inputs
 from bench.attention.rows import empty_row, shape_line
 from bench.attention.shapes import PASSES, AttentionShape
 from bench.common.results import environment, write
-from bench.common.timing import Gpu, Sampler, recorded, sampler_of
+from bench.common.timing import Gpu, Sampler, in_turn, recorded, sampler_of
 from model.attention import Attention
 
 
@@ -44,7 +44,7 @@ def start_series(row: dict, contender: Contender, gpu: Gpu) -> Series:
 
 def alternate(all_series: list[Series], shape: AttentionShape, gpu: Gpu, rounds: int) -> None:
     """Take the samples in turn, round after round, and complete the rows."""
-    for series in all_series * rounds:
+    for series in in_turn(all_series, rounds):
         if series.row["status"] is None:
             with recorded([series.row], gpu):
                 series.samples.append(series.sampler.sample(gpu))

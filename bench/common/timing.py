@@ -3,22 +3,25 @@
 - A sample is about 5 ms of calls (20 calls at most) between two CUDA events.
 - The GPU spins before the first event while the host queues the calls. This hides launch cost, as in a training step
   whose host runs ahead of the GPU. The spin lasts 1.2 times the host's time during warm-up.
-- Compared variants take their samples in alternation, so that a drifting clock affects all variants equally.
+- Compared variants take their samples in turn, in another order in each round. So a drifting clock affects all variants
+  equally, and so does the heat of the variant before.
 """
 
 import gc
 import itertools
+import random
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from errors import first_line, is_out_of_gpu_memory
 
+T = TypeVar("T")
 SAMPLE_MS, SAMPLE_CALLS = 5, 20
 LEAST_SPIN_MS, MOST_SPIN_MS, MARGIN = 1.5, 50, 1.2
 CYCLES_PER_MS = 2_000_000  # at 2 GHz; at a lower clock the spin lasts longer
@@ -138,14 +141,27 @@ def sampler_of(call: Callable[[], object], gpu: Gpu) -> tuple[Sampler, float]:
     return Sampler(call, calls, spin_for(calls, host_ms)), ms * calls
 
 
+def in_turn(variants: Sequence[T], rounds: int) -> Iterator[T]:
+    """Yield each variant once in each round. The order is another one in each round, and the same in each run.
+
+    At its power limit, a GPU lowers its clock during a heavy kernel and raises it later. In a fixed order, the variant
+    after the heaviest one would always have the lowest clock.
+    """
+    order = random.Random(0)
+    for _ in range(rounds):
+        yield from order.sample(variants, len(variants))
+
+
 def median_milliseconds(calls: Iterable[Callable[[], object]], gpu: Gpu, rounds: int) -> list[float]:
     """Return the median milliseconds of each call. The calls are sampled in turn."""
     samplers = []
     for call in calls:
         call()
         samplers.append(sampler_of(call, gpu)[0])
-    samples = [[sampler.sample(gpu) for sampler in samplers] for _ in range(rounds)]
-    return [statistics.median(times) for times in zip(*samples, strict=True)]
+    samples = [[] for _ in samplers]
+    for place in in_turn(range(len(samplers)), rounds):
+        samples[place].append(samplers[place].sample(gpu))
+    return [statistics.median(times) for times in samples]
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Callable, Iterable
 
-from bench.common.timing import LEAST_SPIN_MS, Gpu, recorded, sampler_of
+from bench.common.timing import LEAST_SPIN_MS, Gpu, in_turn, recorded, sampler_of
 
 SLOW_MS = 1000
 """A slower call has a single sample."""
@@ -22,11 +22,10 @@ def take_turns(calls: Iterable[tuple[dict, Callable[[], object]]], gpu: Gpu, rou
                 row.update(ms=ms, status="ok")
             else:
                 ready.append((row, sampler_of(call, gpu)[0], []))
-    for _ in range(rounds):
-        for row, sampler, samples in ready:
-            if row["status"] is None:
-                with recorded([row], gpu):
-                    samples.append(sampler.sample(gpu))
+    for row, sampler, samples in in_turn(ready, rounds):
+        if row["status"] is None:
+            with recorded([row], gpu):
+                samples.append(sampler.sample(gpu))
     for row, _, samples in ready:
         if row["status"] is None:
             row.update(ms=statistics.median(samples), status="ok")

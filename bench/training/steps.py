@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from bench.common.timing import Gpu, recorded
+from bench.common.timing import Gpu, in_turn, recorded
 from bench.training.trainers import DTYPE, Job, Trainer, TrainingCell
 from trainer.flops import model_flops_per_token, peak_flops
 from trainer.meters import GIB
@@ -111,7 +111,7 @@ def alternate(cell: TrainingCell, finalists: list[Finalist], rounds: int, gpu: G
     Rows of an interrupted run are therefore not marked: their speeds come from the search, not from turns.
     """
     timed = [finalist for finalist in finalists if finalist.steps]
-    for finalist in timed * rounds:
+    for finalist in in_turn(timed, rounds):
         if finalist.row["status"] == "ok":
             step = partial(finalist.job.step, finalist.row["batch_size"])
             with recorded([finalist.row], gpu), finalist.job.alone():

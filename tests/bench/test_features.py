@@ -3,6 +3,7 @@
 import pytest
 
 from bench import features
+from bench.common import timing
 from bench.training import trainers
 from bench.training.trainers import TrainingCell
 from tests.bench.stopwatch import Stopwatch
@@ -21,6 +22,8 @@ def small(monkeypatch):
     }
     for name, value in (small | {"MEMORY_LENGTHS": [32, 64], "MEMORY_HEADS": 1}).items():
         monkeypatch.setattr(features, name, value)
+    for module in (features, timing):  # one order, so that a list of times says whose time each is
+        monkeypatch.setattr(module, "in_turn", lambda variants, rounds: [*variants] * rounds)
 
 
 def test_speed_is_the_plain_time_over_the_features(monkeypatch):

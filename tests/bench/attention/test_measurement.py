@@ -37,7 +37,7 @@ def test_variants_take_their_samples_in_turn():
     samplers = [Sampler(lambda: None, calls, spin_ms=2) for calls in (7, 9)]
     series = [Series(row, sampler) for row, sampler in zip(rows, samplers, strict=True)]
     alternate(series, TINY, Recorder(), rounds=3)
-    assert order == [7, 9, 7, 9, 7, 9]
+    assert len(order) == 6 and all({*order[i : i + 2]} == {7, 9} for i in (0, 2, 4))
 
 
 @pytest.mark.parametrize(

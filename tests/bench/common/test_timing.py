@@ -1,18 +1,32 @@
 import time
+from collections import Counter
 
 import pytest
 import torch
 
-from bench.common.timing import Gpu, median_milliseconds, sampler_of, spin_for
-from tests.bench.stopwatch import Stopwatch
+from bench.common.timing import Gpu, in_turn, median_milliseconds, sampler_of, spin_for
+from tests.bench.stopwatch import CallsTell, Stopwatch
+
+
+def test_variants_take_turns_in_another_order_in_each_round():
+    """Each is first, second and third about as often, and each follows each other one."""
+    taken = [*in_turn("abc", rounds=60)]
+    rounds = ["".join(taken[i : i + 3]) for i in range(0, 180, 3)]
+    assert all(10 <= count <= 30 for places in zip(*rounds, strict=True) for count in Counter(places).values())
+    assert {*rounds} == {"abc", "acb", "bac", "bca", "cab", "cba"}
+    assert taken == [*in_turn("abc", rounds=60)], "the same in each run"
 
 
 def test_calls_that_are_compared_are_sampled_in_turn():
-    order = []
-    calls = [lambda: order.append("a"), lambda: order.append("b")]
-    gpu = Stopwatch([1, 1, *(5, 50, 7, 70, 6, 60)])  # the first two settle how many calls make a sample
-    assert median_milliseconds(calls, gpu, rounds=3) == [6, 60]
-    assert order == ["a", "a", "b", "b", "a", "b", "a", "b", "a", "b"]
+    log = []
+
+    def timed(name, *times):
+        rest = iter(times)
+        return lambda: log.append(name) or next(rest)
+
+    calls = timed("a", 9, 9, 5, 7, 6), timed("b", 9, 9, 50, 70, 60)  # the first two settle how many calls make a sample
+    assert median_milliseconds(calls, CallsTell(), rounds=3) == [6, 60]
+    assert "".join(log[:4]) == "aabb" and all({*log[i : i + 2]} == {*"ab"} for i in (4, 6, 8))
 
 
 def test_the_gpu_spins_until_the_host_has_queued_a_sample():

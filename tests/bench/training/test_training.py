@@ -153,10 +153,21 @@ def test_a_step_of_minutes_is_timed_once_and_is_the_third(cell):
     assert "samples" not in best.row
 
 
+class JobsTell(Stopwatch):
+    """Report the next of a job's own times, in milliseconds."""
+
+    def __init__(self, times: dict):
+        self.times = {job: iter(of_job) for job, of_job in times.items()}
+
+    def milliseconds(self, call, calls, spin_ms):
+        call()
+        return next(self.times[call.func.__self__])
+
+
 def test_finalists_are_timed_in_turn_and_alone(cell):
     jobs = [Job(), Job()]
     finalists = [steps.Finalist(tried(cell), job, 3) for job in jobs]
-    steps.alternate(cell, finalists, rounds=3, gpu=Stopwatch([1.0, 10.0, 3.0, 30.0, 2.0, 90.0]))
+    steps.alternate(cell, finalists, rounds=3, gpu=JobsTell({jobs[0]: [1.0, 3.0, 2.0], jobs[1]: [10.0, 30.0, 90.0]}))
     assert [finalist.row["ms"] for finalist in finalists] == [2, 30]
     assert jobs[0].log == jobs[1].log == ["resume", 2, 2, "park"] * 3
 
@@ -278,7 +289,8 @@ def test_the_floor_is_all_matrix_products_and_the_fastest_attention(cell, monkey
     with parts["attention"].job.alone():
         parts["attention"].job.step(2)
     assert len(calls) == 2, "one call per layer"
-    steps.alternate(cell, list(parts.values()), rounds=1, gpu=Stopwatch([5.0, 3.0]))
+    clock = JobsTell({parts["matmul"].job: [5.0], parts["attention"].job: [3.0]})
+    steps.alternate(cell, list(parts.values()), rounds=1, gpu=clock)
     row = floor.floor_row(cell, parts)
     assert row["parts_ms"] == {"matmul": 5, "attention": 3} and row["ms"] == 8
     assert (row["attention"], row["batch_size"], row["status"]) == ("flash2", 2, "ok")
