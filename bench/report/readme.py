@@ -35,7 +35,13 @@ FRONT = ("gpt2", 1024), ("gpt2", 8192), ("gpt3-1.3b", 8192), ("gpt3-2.7b", 8192)
 TRAINERS = {"ours": "ours", "nanogpt": "nanoGPT", "huggingface": "Hugging Face"}
 CARDS = 24, 32, 40, 80  # GiB of a GPU
 USABLE = 0.9  # of its memory: the driver, CUDA and fragments take the rest
-RIVALS = {"flash2": "flash2", "sdpa_flash": "FlashAttention-2", "sdpa_cudnn": "cuDNN", "fa3": "FlashAttention-3"}
+RIVALS = {
+    "flash2": "flash2",
+    "sdpa_flash": "FlashAttention-2",
+    "sdpa_cudnn": "cuDNN",
+    "fa3": "FlashAttention-3",
+    "fa4": "FlashAttention-4",
+}
 
 
 @dataclass
