@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import geometric_mean
 
 from matplotlib.figure import Figure
 
 from bench.attention import charts
-from bench.attention.shapes import PASSES
+from bench.attention.shapes import HIDDEN, PASSES, TOKENS
 from bench.common.command_line import launch
 from bench.common.drawing import WIDTH, save, styled
 from bench.common.formatting import at_least, at_most, cost_text, length_text, speed_text, table
@@ -162,6 +163,22 @@ def attention_table(results: Path) -> str:
     cudnn = file["environment"].get("cudnn")  # rows of before 2026-11-28 lack the version
     note = f" cuDNN {cudnn}." if cudnn else ""
     return f"{table(header, lines, left=0)}\n\n{caption(file)}{note}"
+
+
+def attention_means_table(results: Path) -> str:
+    """Return the geometric means over the lengths of flash2's speed over its rivals', forward, backward."""
+    ms: dict[tuple, dict] = {}
+    for row in read_results(results / "attention.json")["rows"]:
+        if (row["batch"] * row["seq_len"], row["heads"] * row["head_dim"], row["status"]) == (TOKENS, HIDDEN, "ok"):
+            group = row["head_dim"], row["causal"], row["pass"]
+            ms.setdefault(group, {}).setdefault(row["variant"], {})[row["seq_len"]] = row["ms"]
+    lines, (_, *rivals) = [], RIVALS
+    for head_dim, causal in sorted({group[:2] for group in ms}):
+        of_passes = [ms[head_dim, causal, pass_] for pass_ in PASSES[:2]]
+        ratios = [[[of[name][n] / of["flash2"][n] for n in of["flash2"]] for of in of_passes] for name in rivals]
+        cells = (", ".join(at_least(geometric_mean(of_pass), 3) for of_pass in of_rival) for of_rival in ratios)
+        lines.append([f"{head_dim}, {'causal' if causal else 'none'}", *cells])
+    return table(["head size, mask", *(RIVALS[name] for name in rivals)], lines)
 
 
 def documents_table(results: Path) -> str:
@@ -380,6 +397,7 @@ TABLE_OF = {
     "results": front_table,
     "parity": parity_table,
     "attention": attention_table,
+    "attention-means": attention_means_table,
     "documents": documents_table,
     "training": training_table,
     "optimizers": lambda _: optimizers_table("optimizers"),
