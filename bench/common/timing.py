@@ -3,13 +3,12 @@
 - A sample is about 5 ms of calls (20 calls at most) between two CUDA events.
 - The GPU spins before the first event while the host queues the calls. This hides launch cost, as in a training step
   whose host runs ahead of the GPU. The spin lasts 1.2 times the host's time during warm-up.
-- Compared variants take their samples in turn, in another order in each round. So a drifting clock affects all variants
-  equally, and so does the heat of the variant before.
+- Compared variants take their samples in turn, in changing orders, so that neither a drifting clock nor the variant
+  before favours one of them.
 """
 
 import gc
 import itertools
-import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -142,14 +141,18 @@ def sampler_of(call: Callable[[], object], gpu: Gpu) -> tuple[Sampler, float]:
 
 
 def in_turn(variants: Sequence[T], rounds: int) -> Iterator[T]:
-    """Yield each variant once in each round. The order is another one in each round, and the same in each run.
+    """Yield each variant once in each round.
 
-    At its power limit, a GPU lowers its clock during a heavy kernel and raises it later. In a fixed order, the variant
-    after the heaviest one would always have the lowest clock.
+    At its power limit, a GPU lowers its clock during a heavy kernel. In a fixed order, the variant after the heaviest
+    one could always have the lowest clock. In 2 n rounds of n variants, each variant therefore is equally often at each
+    place, and directly after each other variant (Williams, "Experimental designs balanced for the estimation of
+    residual effects of treatments", 1949).
     """
-    order = random.Random(0)
-    for _ in range(rounds):
-        yield from order.sample(variants, len(variants))
+    n = len(variants)
+    places = [place // 2 + 1 if place % 2 else -(place // 2) for place in range(n)]  # 0, 1, -1, 2, -2, ...
+    for round_ in range(rounds):
+        order = [variants[(place + round_ // 2) % n] for place in places]
+        yield from reversed(order) if round_ % 2 else order
 
 
 def median_milliseconds(calls: Iterable[Callable[[], object]], gpu: Gpu, rounds: int) -> list[float]:

@@ -10,7 +10,7 @@ from bench.attention import measurement
 from bench.attention.measurement import Series, alternate
 from bench.attention.rows import empty_row
 from bench.attention.shapes import PASSES, AttentionShape
-from bench.common.timing import Sampler
+from bench.common.timing import Sampler, in_turn
 from kernels.flash2 import flash2
 from kernels.naive.definition import standard_attention
 from tests.bench.stopwatch import TINY, Stopwatch, measure
@@ -37,7 +37,7 @@ def test_variants_take_their_samples_in_turn():
     samplers = [Sampler(lambda: None, calls, spin_ms=2) for calls in (7, 9)]
     series = [Series(row, sampler) for row, sampler in zip(rows, samplers, strict=True)]
     alternate(series, TINY, Recorder(), rounds=3)
-    assert len(order) == 6 and all({*order[i : i + 2]} == {7, 9} for i in (0, 2, 4))
+    assert order == [*in_turn([7, 9], rounds=3)]
 
 
 @pytest.mark.parametrize(

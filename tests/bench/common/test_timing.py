@@ -1,5 +1,6 @@
 import time
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 import torch
@@ -8,13 +9,17 @@ from bench.common.timing import Gpu, in_turn, median_milliseconds, sampler_of, s
 from tests.bench.stopwatch import CallsTell, Stopwatch
 
 
-def test_variants_take_turns_in_another_order_in_each_round():
-    """Each is first, second and third about as often, and each follows each other one."""
-    taken = [*in_turn("abc", rounds=60)]
-    rounds = ["".join(taken[i : i + 3]) for i in range(0, 180, 3)]
-    assert all(10 <= count <= 30 for places in zip(*rounds, strict=True) for count in Counter(places).values())
-    assert {*rounds} == {"abc", "acb", "bac", "bca", "cab", "cba"}
-    assert taken == [*in_turn("abc", rounds=60)], "the same in each run"
+@pytest.mark.parametrize("variants", ["a", "ab", "abc", "abcd", "abcde", "abcdef"])
+def test_variants_take_turns_in_balanced_orders(variants):
+    """In 2 n rounds each has each place twice, and comes directly after each other one twice."""
+    n = len(variants)
+    taken = "".join(in_turn(variants, rounds=2 * n))
+    rounds = [taken[i : i + n] for i in range(0, len(taken), n)]
+    assert len(rounds) == 2 * n and all({*order} == {*variants} for order in rounds)
+    assert all(count == 2 for of_place in zip(*rounds, strict=True) for count in Counter(of_place).values())
+    followed = Counter(pair for order in rounds for pair in pairwise(order))
+    assert len(followed) == n * (n - 1) and {*followed.values()} <= {2}
+    assert n == 1 or len({*rounds[:3]}) > 1, "a few rounds already have several orders"
 
 
 def test_calls_that_are_compared_are_sampled_in_turn():
@@ -26,7 +31,7 @@ def test_calls_that_are_compared_are_sampled_in_turn():
 
     calls = timed("a", 9, 9, 5, 7, 6), timed("b", 9, 9, 50, 70, 60)  # the first two settle how many calls make a sample
     assert median_milliseconds(calls, CallsTell(), rounds=3) == [6, 60]
-    assert "".join(log[:4]) == "aabb" and all({*log[i : i + 2]} == {*"ab"} for i in (4, 6, 8))
+    assert log == [*"aabb", *in_turn("ab", rounds=3)]
 
 
 def test_the_gpu_spins_until_the_host_has_queued_a_sample():

@@ -21,7 +21,7 @@ from data.loader import TrainLoader
 from errors import UserError
 from kernels.flash2 import flash2
 from model.gpt2 import GPT2, ModelConfig
-from tests.bench.stopwatch import Stopwatch
+from tests.bench.stopwatch import JobsTell, Stopwatch
 
 EAGER = {"ours": Trainer("ours", "flash2", False), "huggingface": Trainer("huggingface", "naive", False)}
 
@@ -151,17 +151,6 @@ def test_a_step_of_minutes_is_timed_once_and_is_the_third(cell):
     assert (rows[0]["first_step_s"], rows[0]["ms"], best.steps, job.log) == (200, 150e3, 0, [1, 1, 1, "park"])
     steps.alternate(cell, [best], rounds=2, gpu=Stopwatch())
     assert "samples" not in best.row
-
-
-class JobsTell(Stopwatch):
-    """Report the next of a job's own times, in milliseconds."""
-
-    def __init__(self, times: dict):
-        self.times = {job: iter(of_job) for job, of_job in times.items()}
-
-    def milliseconds(self, call, calls, spin_ms):
-        call()
-        return next(self.times[call.func.__self__])
 
 
 def test_finalists_are_timed_in_turn_and_alone(cell):
