@@ -18,8 +18,10 @@ from omegaconf import MISSING
 from torch import Tensor
 
 from errors import UserError, described
+from kernels.naive.definition import standard_attention
 from model.attention.protocol import Attention, AttentionConfig
 
+FAR = 0.1  # of a result's norm. bench.attention allows 0.005, but other libraries may round more.
 NOISE = 0.02  # Runs of a kernel may differ by this share of the largest output. It is more than two roundings in bf16.
 
 
@@ -55,7 +57,7 @@ class Custom(Attention):
         with torch.autocast(q.device.type, enabled=False):
             return self.function(q, k, v, **options)
 
-    def check_causality(self, q: Tensor, k: Tensor, v: Tensor, **options) -> None:
+    def check_results(self, q: Tensor, k: Tensor, v: Tensor, **options) -> None:
         """Raise a ValueError if outputs of earlier queries change with the last key and value, or are not finite.
 
         The last key is the query before it, then its negative: a function that sees this key gives it most of the
@@ -91,6 +93,23 @@ class Library(Custom):
 
     runs_on_cpu = False
     remedy = Attention.remedy
+
+    def check_results(self, q: Tensor, k: Tensor, v: Tensor, **options) -> None:
+        """Raise a ValueError if the output or a gradient is far from the definition's.
+
+        On Hopper, FlashAttention-4 4.0.0b36 computes a wrong dQ for heads of 80, and no error says so.
+        """
+        options["scale"] = q.shape[-1] ** -0.5
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        exact = [x.detach().float().requires_grad_() for x in (q, k, v)]
+        out, expected = self(*leaves, **options), standard_attention(*exact, **options)
+        dout = torch.ones_like(out)
+        dout[..., ::2] = -1  # the sum of V's elements would hardly depend on Q and K
+        found = out, *torch.autograd.grad(out, leaves, dout)
+        wanted = expected, *torch.autograd.grad(expected, exact, dout.float())
+        for name, ours, theirs in zip(("output", "dQ", "dK", "dV"), found, wanted, strict=True):
+            if not (ours.float() - theirs).norm() <= FAR * theirs.norm():  # also if it is NaN
+                raise ValueError(f"its {name} is wrong: it is far from the definition's")
 
 
 def _misfit(function: Callable, keywords: set[str]) -> str | None:

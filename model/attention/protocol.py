@@ -59,8 +59,8 @@ class Attention:
     def check_length(self, context_length: int) -> None:
         """Raise a UserError if the variant cannot run sequences of context_length tokens."""
 
-    def check_causality(self, q: Tensor, k: Tensor, v: Tensor, **options) -> None:
-        """Raise a ValueError if outputs depend on later tokens. The variants of this repository have tests instead."""
+    def check_results(self, q: Tensor, k: Tensor, v: Tensor, **options) -> None:
+        """Raise a ValueError if an example has wrong results. The variants of this repository have tests instead."""
 
     def explain(self, error: Exception) -> str:
         """Return in a few words why a call failed."""
