@@ -99,17 +99,19 @@ class Library(Custom):
 
         On Hopper, FlashAttention-4 4.0.0b36 computes a wrong dQ for heads of 80, and no error says so.
         """
+        if q.shape[1] < 2:  # dQ and dK are zero
+            return
         options["scale"] = q.shape[-1] ** -0.5
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         exact = [x.detach().float().requires_grad_() for x in (q, k, v)]
         out, expected = self(*leaves, **options), standard_attention(*exact, **options)
         dout = torch.ones_like(out)
-        dout[..., ::2] = -1  # the sum of V's elements would hardly depend on Q and K
+        dout[..., ::2] = -1
         found = out, *torch.autograd.grad(out, leaves, dout)
         wanted = expected, *torch.autograd.grad(expected, exact, dout.float())
         for name, ours, theirs in zip(("output", "dQ", "dK", "dV"), found, wanted, strict=True):
             if not (ours.float() - theirs).norm() <= FAR * theirs.norm():  # also if it is NaN
-                raise ValueError(f"its {name} is wrong: it is far from the definition's")
+                raise ValueError(f"its {name} is wrong, far from the definition's")
 
 
 def _misfit(function: Callable, keywords: set[str]) -> str | None:

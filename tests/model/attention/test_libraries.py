@@ -16,7 +16,7 @@ def with_wrong_dq(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: 
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_a_library_with_a_wrong_gradient_is_refused_before_training(monkeypatch, groups):
-    """No exception and no output would show it, only a model that learns badly."""
+    """No exception and no output shows a wrong dQ, only a model that learns badly."""
     monkeypatch.setattr(Library, "runs_on_cpu", True)
     monkeypatch.setattr(Fa4Config, "package", "torch")
     sizes = {"head_dim": 16, "dropout_p": 0.0, "device": torch.device("cpu"), "context_length": 70, "groups": groups}
