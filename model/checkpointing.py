@@ -1,4 +1,4 @@
-"""Full activation checkpointing: what a block keeps. The backward pass recomputes the rest.
+"""Full activation checkpointing: the tensors that a block keeps. The backward pass recomputes the others.
 
 Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016).
 """
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import kernels.flash1  # defines an operator of KEPT
@@ -25,14 +25,14 @@ KEPT_WITHOUT_DROPOUT = [
 ]
 
 
-@torch.library.custom_op("checkpointing::end", mutates_args=())
+@library.custom_op("checkpointing::end", mutates_args=())
 def end_of_block(x: Tensor) -> Tensor:
     """Return a copy of x. Checkpointing keeps this copy in a compiled model.
 
-    The compiler of torch 2.11 to 2.14 does not see where a block ends. Without this operator, the compiler would
-    recompute all blocks before the backward pass of the last block. The recomputed blocks would need almost as much
-    memory as blocks without checkpointing. With 12 blocks, torch 2.11 would also compile for hours. `x.clone()` does
-    not help, because the compiler removes this call before it chooses what to keep.
+    The compiler of torch 2.11 to 2.14 does not see the end of a block. Without this operator, the compiler would
+    recompute all blocks before the backward pass of the last block. The recomputed blocks would then all be in memory.
+    With 12 blocks, torch 2.11 would also compile for hours. `x.clone()` does not help, because the compiler removes
+    this call before it chooses the tensors to keep.
     """
     return x.clone()
 

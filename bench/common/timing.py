@@ -3,8 +3,8 @@
 - A sample is about 5 ms of calls (20 calls at most) between two CUDA events.
 - The GPU spins before the first event while the host queues the calls. This hides launch cost, as in a training step
   whose host runs ahead of the GPU. The spin lasts 1.2 times the host's time during warm-up.
-- Compared variants take their samples in turn, in changing orders, so that neither a drifting clock nor the variant
-  before favours one of them.
+- Compared variants take their samples in turn, in changing orders. So neither a drifting clock nor the variant before
+  favours one of them.
 """
 
 import gc
@@ -144,9 +144,10 @@ def in_turn(variants: Sequence[T], rounds: int) -> Iterator[T]:
     """Yield each variant once in each round.
 
     At its power limit, a GPU lowers its clock during a heavy kernel. In a fixed order, the variant after the heaviest
-    one could always have the lowest clock. In 2 n rounds of n variants, each variant therefore is equally often at each
-    place, and directly after each other variant (Williams, "Experimental designs balanced for the estimation of
-    residual effects of treatments", 1949).
+    one could always have the lowest clock. In 2 n rounds of n variants, each variant is therefore equally often at each
+    place. Each variant also comes equally often directly after each other variant.
+
+    Source: Williams, "Experimental designs balanced for the estimation of residual effects of treatments" (1949).
     """
     n = len(variants)
     places = [place // 2 + 1 if place % 2 else -(place // 2) for place in range(n)]  # 0, 1, -1, 2, -2, ...

@@ -1,4 +1,4 @@
-"""Activation checkpointing: what a block keeps, what it computes again, and that no gradient changes."""
+"""Activation checkpointing: the tensors that a block keeps, the operators that run again, and equal gradients."""
 
 from collections import Counter
 
@@ -85,7 +85,7 @@ class Dropping(Attention):
 
 
 def test_an_operator_that_draws_inside_is_computed_twice_where_it_drops(monkeypatch):
-    """Kept, it would leave the generator where it was, and what is dropped after it would be drawn otherwise."""
+    """If its result were kept, the generator would not advance the second time, and later masks would differ."""
     monkeypatch.setattr(checkpointing, "KEPT_WITHOUT_DROPOUT", [torch.ops.test_checkpointing.drop.default])
     gradients, tokens = [], tokens_of(2, 41)
     for kind in ("none", "full"):

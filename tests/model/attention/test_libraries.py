@@ -1,4 +1,4 @@
-"""Attention of other libraries: what is checked before training."""
+"""Attention of other libraries: the check before training."""
 
 import pytest
 import torch
