@@ -36,6 +36,7 @@ SIZES = {"full": {"batch": 16, "heads": 8, "head_dim": 64}, "smoke": {"batch": 1
 LENGTHS = {"full": [2**power for power in range(7, 17)], "smoke": [64, 128]}
 ROUNDS = {"full": 15, "smoke": 1}
 COSTS = {"ms": "ms", "peak_mib": "MiB"}
+DECIMALS = {"ms": 2, "peak_mib": 0}
 STYLES = {"exact": "o-", "sparse": "s--", "approximate": "^:"}
 
 
@@ -99,7 +100,7 @@ def markdown(rows: list[dict]) -> str:
     for cost, unit in COSTS.items():
         lines = []
         for name, kind in KINDS.items():
-            text = partial(cost_text, ours=name in OURS)
+            text = partial(cost_text, ours=name in OURS, decimals=DECIMALS[cost])
             lines.append([f"`{name}`", kind, *(value_text(found.get((name, n)), cost, text) for n in lengths)])
         parts.append(table([unit, "kind", *map(length_text, lengths)], lines, left=2))
     curves = {cost: lines_of(rows, cost) for cost in COSTS}
