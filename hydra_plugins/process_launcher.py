@@ -5,6 +5,7 @@ folder has no __init__.py.
 """
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from errors import UserError, as_text, check_range
+from errors import UserError, as_text, assigned, check_range
 
 TORCHRUN = str(Path(__file__).with_name("_torchrun.py"))  # Hydra imports each module here that has no _.
 failed_jobs: list[str] = []
@@ -74,12 +75,22 @@ class ProcessLauncher(Launcher):
                 self._run(f"{initial_job_idx + number} of {initial_job_idx + len(jobs)}", *job)
                 if self.stopped_by:
                     left = f"the sweep ends; {len(jobs) - number} of {len(jobs)} jobs were not started"
-                    print(f"{signal.Signals(self.stopped_by).name}: {left}", file=sys.stderr)
+                    print(f"{signal.Signals(self.stopped_by).name}: {left}{self._remedy()}", file=sys.stderr)
                     sys.exit(128 + self.stopped_by)
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
         return []
+
+    def _remedy(self) -> str:
+        """Return the command that continues the sweep. Return nothing if its jobs do not continue their folders."""
+        key, words = "checkpoint.resume=", sys.argv[1:]
+        is_training = isinstance(OmegaConf.select(self.config, "checkpoint"), DictConfig)
+        if not is_training or any(word.startswith(key) and word != f"{key}auto" for word in words):
+            return ""
+        kept = [shlex.quote(x) for x in words if not x.startswith((key, "hydra.sweep.dir="))]
+        places = f"{key}auto", assigned("hydra.sweep.dir", self.config.hydra.sweep.dir)
+        return "; to continue it:\n  " + " ".join(["python", os.path.relpath(sys.argv[0]), *kept, *places])
 
     def _compose(self, number: int, overrides: list[str], shared: set[str]) -> tuple[str, str, list[str]]:
         """Compose the configuration of a job, which its process composes again, for the name of its folder.

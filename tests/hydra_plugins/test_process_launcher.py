@@ -5,6 +5,7 @@ The sweep runs in the process of the test. Its jobs are a program that does not 
 
 import json
 import re
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -151,6 +152,27 @@ def test_a_sweep_prints_the_output_of_each_job_and_ends_with_its_report(workplac
     data = re.search(r'<script type="application/json" id="data">(.*)</script>', page)[1]
     assert [run["name"] for run in json.loads(data)["runs"]] == ["1_flash2"]
     assert "Failed jobs: 0_flash2" in page
+
+
+def test_the_command_of_a_stopped_sweep_trains_the_rest_and_passes_over_the_finished_runs(
+    workplace, in_process, monkeypatch
+):
+    """The sweep's folder has a comma. SIGINT comes at the end of the first of two runs."""
+    with monkeypatch.context() as patch:
+        wait = process_launcher.subprocess.Popen.wait
+        patch.setattr(
+            process_launcher.subprocess.Popen, "wait", lambda job: (wait(job), signal.raise_signal(signal.SIGINT))[0]
+        )
+        sweep = "train.seed=1,2", "train.max_steps=1", "hydra.sweep.dir='sweep,1'"
+        stopped = run("train.py", "-m", *TINY, *sweep)
+    assert stopped.code == 128 + signal.SIGINT and not Path("sweep,1/1_flash2").exists()
+    told, command = stopped.err.splitlines()
+    assert told == "SIGINT: the sweep ends; 1 of 2 jobs were not started; to continue it:"
+    python, program, *words = shlex.split(command)
+    assert (python, Path(program).name) == ("python", "train.py")
+    continued = run("train.py", *words).ok()
+    assert continued.out.count("continuing after step 1,") == 1 and "report of the sweep in" in continued.out
+    assert len(list(Path("sweep,1").glob("*/checkpoints/step-00000001.pt"))) == 2
 
 
 def refused(*overrides: str) -> str:
