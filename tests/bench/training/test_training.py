@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench.common.timing import Cpu
+from bench.common.timing import Cpu, in_turn
 from bench.training import __main__ as compare
 from bench.training import floor, steps, trainers
 from bench.training.__main__ import TrainingSettings
@@ -153,12 +153,15 @@ def test_a_step_of_minutes_is_timed_once_and_is_the_third(cell):
     assert "samples" not in best.row
 
 
-def test_finalists_are_timed_in_turn_and_alone(cell):
-    jobs = [Job(), Job()]
+def test_finalists_are_timed_in_balanced_turns_and_alone(cell, monkeypatch):
+    turns, alone, jobs = [], Job.alone, [Job(), Job(), Job()]
+    monkeypatch.setattr(Job, "alone", lambda job: (turns.append(job), alone(job))[1])
     finalists = [steps.Finalist(tried(cell), job, 3) for job in jobs]
-    steps.alternate(cell, finalists, rounds=3, gpu=JobsTell({jobs[0]: [1.0, 3.0, 2.0], jobs[1]: [10.0, 30.0, 90.0]}))
-    assert [finalist.row["ms"] for finalist in finalists] == [2, 30]
-    assert jobs[0].log == jobs[1].log == ["resume", 2, 2, "park"] * 3
+    times = {jobs[0]: [1.0, 3.0, 2.0], jobs[1]: [10.0, 30.0, 90.0], jobs[2]: [7.0, 7.0, 7.0]}
+    steps.alternate(cell, finalists, rounds=3, gpu=JobsTell(times))
+    assert [finalist.row["ms"] for finalist in finalists] == [2, 30, 7]
+    assert turns == [*in_turn(jobs, rounds=3)] != jobs * 3
+    assert [job.log for job in jobs] == [["resume", 2, 2, "park"] * 3] * 3
 
 
 def test_a_finalist_that_fails_does_not_stop_the_others(cell):
