@@ -38,7 +38,7 @@ def cells(settings: PaperSettings) -> list[dict]:
 
 
 def measure(cell: dict, gpu: Gpu, settings: PaperSettings) -> Iterator[dict]:
-    """Yield a row for each length, attention and pass, measured in alternation after a check against fp64."""
+    """Yield a row for each length, attention and pass, measured in turn after a check against fp64."""
     shapes = paper_shapes(cell["head_dim"], cell["causal"])
     if settings.size == "smoke":
         shapes = [replace(shapes[0], batch=1, seq_len=32, heads=1, kv_heads=1)]

@@ -58,7 +58,7 @@ def cells(settings: PaperSettings) -> list[dict]:
 
 
 def measure(cell: dict, gpu: Gpu, settings: PaperSettings) -> Iterator[dict]:
-    """Yield a row for each value, attention and pass, measured in alternation after a check against fp64."""
+    """Yield a row for each value, attention and pass, measured in turn after a check against fp64."""
     attentions = {name: attention_named(name) for name in VARIANTS}
     if cell["grows"] == WAVES:
         yield from measure_waves(attentions, gpu, settings)

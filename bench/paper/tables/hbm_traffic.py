@@ -75,7 +75,7 @@ def measure_attentions(sizes: dict, gpu: Gpu, settings: PaperSettings) -> Iterat
     full, causal = (AttentionShape("io", **sizes, head_dim=HEAD_DIM, causal=masked) for masked in (False, True))
     pairs = [*((name, full) for name in DENSE), *((name, causal) for name in CAUSAL)]
     by_gpu, reason = hbm_bytes(pairs, PASSES, settings.timeout_s // 2)
-    # Attentions without a mask are timed in alternation, each causal one alone.
+    # Attentions without a mask are timed in turn, each causal one alone.
     for shape, names in ((full, DENSE), *((causal, (name,)) for name in CAUSAL)):
         attentions = {name: attention_named(name) for name in names}
         seen = seen_by(names[0], n) if names[0] in SPARSE else None

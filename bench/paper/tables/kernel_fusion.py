@@ -43,7 +43,7 @@ def cells(settings: PaperSettings) -> list[dict]:
 
 
 def measure(cell: dict, gpu: Gpu, settings: PaperSettings) -> Iterator[dict]:
-    """Yield a row for each step, each way to compile all steps, and the fused kernel, timed in alternation."""
+    """Yield a row for each step, each way to compile all steps, and the fused kernel, timed in turn."""
     shape = AttentionShape("fusion", **{key: cell[key] for key in SHAPES["full"]})
     q, k, v = (x.requires_grad_() for x in draw_inputs(shape, gpu.device)[:3])
     heads_first = [x.detach().transpose(1, 2).contiguous().requires_grad_() for x in (q, k, v)]

@@ -49,7 +49,7 @@ def calls_on(x: Tensor, y: Tensor) -> dict[str, Callable[[], object]]:
 
 
 def measure(cell: dict, gpu: Gpu, settings: PaperSettings) -> Iterator[dict]:
-    """Yield a row for each length and softmax, timed in alternation after a check against fp64."""
+    """Yield a row for each length and softmax, timed in turn after a check against fp64."""
     for length in cell["lengths"]:
         generator = torch.Generator(gpu.device).manual_seed(0)
         x = torch.randn(cell["elements"] // length, length, generator=generator, device=gpu.device) * 4
