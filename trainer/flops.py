@@ -1,4 +1,4 @@
-"""The count of floating-point operations. No other module counts them.
+"""The count of floating-point operations of GPT-2 and of attention.
 
 A multiply-add is two operations, and a backward pass costs two forward passes. So a weight costs 6 operations per
 token: 6N in all. N leaves out the position table, which is only looked up. The token table counts, because it is also
