@@ -1,7 +1,8 @@
 """Check that the attention variants train the same model: one run of train.py for each, from the same seed.
 
-Settings of train.py come after `--` and apply to all runs. The program fails if the final validation losses spread
-over more than `tolerance` nats. Without a tolerance, the runs may differ in other settings too, such as the optimizer.
+Settings of train.py come after `--` and apply to all runs; `steps` replaces train.max_steps. The program fails if the
+final validation losses spread over more than `tolerance` nats. Without a tolerance, the runs may differ in other
+settings too, such as the optimizer.
 
 Examples:
   python -m bench.parity steps=600 -- data=tokens data.dir=tokens/wikipedia
@@ -36,6 +37,13 @@ RECIPE = [
     "optimizer.warmup_steps=60",
     "checkpoint.interval=1000000",
 ]
+SET_HERE = {
+    "attention": "name it in variants=",
+    "train.max_steps": "give steps= instead",
+    "wandb.mode": "leave it out, because the runs log no metrics to wandb",
+    "hydra.run.dir": "leave it out, because each run has a folder of its own",
+}
+"""The settings of train.py that this program sets, and the remedy for a user who gives them."""
 OF_TRAINING = {field.name for field in fields(Config)} | {"experiment"}
 COLUMNS = {
     "attention": "{variant}",
@@ -69,6 +77,10 @@ class ParitySettings:
         check_output_file("out", self.out)
         if self.steps < 2:
             raise UserError(f"steps={self.steps} leaves no step to time after the first; give at least 2")
+        of_variants = " ".join(variant.partition(":")[2] for variant in self.variants).split()
+        for word in [*self.settings, *of_variants]:
+            if remedy := SET_HERE.get(word.lstrip("+~").partition("=")[0]):
+                raise UserError(f"{word} is set by bench.parity itself; {remedy}")
         check_choice("variants", [variant.partition(":")[0] for variant in self.variants], BUILT_IN)
 
 

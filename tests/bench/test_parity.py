@@ -124,8 +124,14 @@ def test_a_setting_of_train_py_before_the_dashes_is_refused(setting, monkeypatch
         ({"steps": 1}, "steps=1 leaves no step to time"),
         ({"steps": 2**60}, "steps=1152921504606846976 is too large"),
         ({"settings": []}, "bench.parity finds no GPU; add -- device=cpu"),
+        (
+            {"settings": ["device=cpu", "train.max_steps=5"]},
+            "train.max_steps=5 is set by bench.parity itself; give",
+        ),
+        ({"variants": ["flash2:train.max_steps=5"]}, "train.max_steps=5 is set by bench.parity itself; give"),
+        ({"settings": ["attention=sdpa"]}, "attention=sdpa is set by bench.parity itself; name"),
     ],
-    ids=["unknown attention", "no attention", "one step", "too many steps", "no GPU"],
+    ids=["unknown attention", "no attention", "one step", "too many steps", "no GPU", "steps", "attention", "variant"],
 )
 def test_impossible_settings_are_refused_before_training(given, sentence, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
