@@ -61,7 +61,7 @@ def measure(cell: dict, gpu: object, settings: PaperSettings) -> Iterator[dict]:
     perplexities = run.series("val/perplexity")  # the last step is evaluated, unless a signal comes meanwhile
     if not perplexities:
         done = f"step {run.rows[-1]['step']:,} of {cell['steps']:,} at timeout_s={settings.timeout_s}"
-        raise TimeoutError(f"{done}; the same command without resume=false continues from there")
+        raise TimeoutError(f"{done}; {settings.same_command} continues from there")
     [found] = perplexities.values()
     if found is None or not math.isfinite(found):
         raise ArithmeticError(f"the perplexity after {cell['steps']} steps is {found}")

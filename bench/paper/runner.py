@@ -73,14 +73,14 @@ def run(settings: PaperSettings) -> None:
                 done = f"{number} of {len(pending[name])}, {time.monotonic() - started:.0f} s"
                 print(f"{name}: {description(cell)}: {outcome(rows)} ({done})", flush=True)
         except KeyboardInterrupt:
-            print(f"the measured cells are in {folder}; the same command without resume=false continues")
+            print(f"the measured cells are in {folder}; {settings.same_command} continues")
             raise
         finally:  # the page must show the results, even of an interrupted run
             if results[name]["rows"]:
                 publish(name, results[name], folder)
         print(f"\n{page(name, results[name])}\n{name}: written to {folder}/paper-{name}.*")
     if failed := sum(row["status"] == "failed" for name in names for row in results[name]["rows"]):
-        print(f"{failed} rows failed; the same command without resume=false tries them again", file=sys.stderr)
+        print(f"{failed} rows failed; {settings.same_command} tries them again", file=sys.stderr)
         sys.exit(1)
 
 

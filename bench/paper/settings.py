@@ -29,6 +29,11 @@ class PaperSettings:
     steps: int = 1000
     """Optimizer steps of each of these training runs, of 128 x 1024 tokens."""
 
+    @property
+    def same_command(self) -> str:
+        """Return the words for a call of this program that continues."""
+        return "the same command" if self.resume else "the same command without resume=false"
+
     def __post_init__(self):
         check_choice("table", self.table, [*TABLES, "all"])
         check_choice("size", self.size, ["full", "smoke"])

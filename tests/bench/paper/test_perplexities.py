@@ -57,7 +57,7 @@ def test_a_run_that_reaches_its_time_limit_continues_where_it_stopped(settings, 
     assert (config.optimizer.lr, config.train.max_steps, config.train.seed) == (1e-3, STEPS, SEED)
     monkeypatch.setattr(signal, "alarm", lambda seconds: alarms.append(seconds) or alarm(seconds))
     monkeypatch.setattr(train, "train_step", at_call(3, lambda: os.kill(os.getpid(), signal.SIGALRM), step))
-    with pytest.raises(TimeoutError, match=r"^step 3 of 4 at timeout_s=600; the same command .* continues from there$"):
+    with pytest.raises(TimeoutError, match=r"^step 3 of 4 at timeout_s=600; the same command continues from there$"):
         measured(settings)
     assert alarms == [540, 0]
     monkeypatch.setattr(train, "train_step", at_call(2, lambda: pytest.fail("it began again"), step))

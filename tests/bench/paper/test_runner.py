@@ -98,7 +98,7 @@ def test_an_interrupted_run_goes_on_where_it_was(measured, monkeypatch, capsys, 
     monkeypatch.setattr(runner, "measure", interrupted_at("b", whole, number))
     with pytest.raises(KeyboardInterrupt):
         runner.run(SMOKE)
-    assert "the same command without resume=false continues" in capsys.readouterr().out
+    assert "paper-smoke; the same command continues\n" in capsys.readouterr().out
     assert "# Letters\n\n2 rows" in RESULTS.with_suffix(".md").read_text()
     monkeypatch.setattr(runner, "measure", whole)
     runner.run(SMOKE)
@@ -162,7 +162,7 @@ def test_what_is_missing_is_added_to_another_commits_results_if_asked_for(measur
     assert "commits first (2 rows), second (4 rows), 20" in RESULTS.with_suffix(".md").read_text()
 
 
-def test_what_is_measured_anew_is_resumed_like_anything_else(measured, monkeypatch):
+def test_what_is_measured_anew_is_resumed_like_anything_else(measured, monkeypatch, capsys):
     """And what was there before is set aside."""
     monkeypatch.setenv("GIT_COMMIT", "first")
     runner.run(SMOKE)
@@ -171,6 +171,7 @@ def test_what_is_measured_anew_is_resumed_like_anything_else(measured, monkeypat
     monkeypatch.setattr(runner, "measure", interrupted_at("b", whole))
     with pytest.raises(KeyboardInterrupt):
         runner.run(replace(SMOKE, resume=False))
+    assert "paper-smoke; the same command without resume=false continues\n" in capsys.readouterr().out
     assert RESULTS.with_name(f"{RESULTS.name}.old").read_text() == before
     monkeypatch.setattr(runner, "measure", whole)
     runner.run(SMOKE)
