@@ -75,6 +75,10 @@ def test_a_record_of_an_older_version_is_restored_without_settings_of_other_vari
 @pytest.mark.parametrize("config", [Fa2Config, Fa3Config, Fa4Config])
 def test_a_missing_package_is_named_with_the_command_that_installs_it(config, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(UserError, match="does not run on a CPU; use attention=flash2"):
+        config().build()
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     with pytest.raises(UserError, match=f"needs the package {config.package}; run pip install .*flash-att"):
         config().build()
 
@@ -86,5 +90,6 @@ def test_flash_attention_4_alone_is_not_flash_attention_2(tmp_path, monkeypatch)
     monkeypatch.syspath_prepend(tmp_path)
     Fa4Config().build()
     del sys.modules["flash_attn"]  # imported by the search for flash_attn.cute
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     with pytest.raises(UserError, match="attention=fa2 needs the package flash_attn; run pip install"):
         Fa2Config().build()
