@@ -103,7 +103,9 @@ def source_files(config: DataConfig, log: Log) -> list[Path]:
     if config.source:
         return find_files(config.source, log)
     if config.hub_id is None:
-        raise UserError("data.source=null names no text; give a file, a folder or a glob of text files")
+        raise UserError(
+            "data.source=null names no text; give a file, a folder or a glob of text files, or set data=CORPUS"
+        )
     from data.hub import download  # slow to import
 
     return download(config, log)

@@ -146,11 +146,19 @@ def _remedy(config: DataConfig, folder: Path) -> str:
     if (folder / "unfinished").is_dir():
         return "its preparation is unfinished, so run the same `python -m data.prepare` again, or set data.dir"
     if config.name == "tokens":
-        return "set data.dir to a folder of complete token files"
-    words = [f"data={config.name}", assigned("data.dir", config.dir)]
-    if config.source or config.name == "text":
+        remedy = "set data.dir to a folder of complete token files"
+        is_used = folder.is_dir() and any(folder.iterdir())  # perhaps by the user's own files
+        return remedy if is_used else f"{remedy}, or run {_preparation(config)}"
+    delete = f"delete the files in {config.dir} and " if folder.is_dir() and any(folder.iterdir()) else ""
+    return f"{delete}run {_preparation(config)}, or set data.dir"
+
+
+def _preparation(config: DataConfig) -> str:
+    """Return the command that makes the token files."""
+    corpus = "text" if config.name == "tokens" else config.name
+    words = [f"data={corpus}", assigned("data.dir", config.dir)]
+    if config.source or corpus == "text":
         words.append(assigned("data.source", config.source or "..."))
     if config.tokenizer != "gpt2":  # the default of all corpora that are prepared
         words.append(assigned("data.tokenizer", config.tokenizer))
-    delete = f"delete the files in {config.dir} and " if folder.is_dir() and any(folder.iterdir()) else ""
-    return f"{delete}run `python -m data.prepare {' '.join(words)}`, or set data.dir"
+    return f"`python -m data.prepare {' '.join(words)}`"
