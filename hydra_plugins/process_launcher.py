@@ -74,7 +74,7 @@ class ProcessLauncher(Launcher):
             for number, job in enumerate(jobs, start=1):
                 self._run(f"{initial_job_idx + number} of {initial_job_idx + len(jobs)}", *job)
                 if self.stopped_by:
-                    left = f"the sweep ends; {len(jobs) - number} of {len(jobs)} jobs were not started"
+                    left = f"the sweep ends; jobs not started: {len(jobs) - number} of {len(jobs)}"
                     print(f"{signal.Signals(self.stopped_by).name}: {left}{self._remedy()}", file=sys.stderr)
                     sys.exit(128 + self.stopped_by)
         finally:
@@ -84,13 +84,15 @@ class ProcessLauncher(Launcher):
 
     def _remedy(self) -> str:
         """Return the command that continues the sweep. Return nothing if its jobs do not continue their folders."""
-        key, words = "checkpoint.resume=", sys.argv[1:]
+        key = "checkpoint.resume="
+        given = [word for word in sys.argv[1:] if word.lstrip("+").startswith(key)]
         is_training = isinstance(OmegaConf.select(self.config, "checkpoint"), DictConfig)
-        if not is_training or any(word.startswith(key) and word != f"{key}auto" for word in words):
+        if not is_training or any(word.lstrip("+") != f"{key}auto" for word in given):
             return ""
-        kept = [shlex.quote(x) for x in words if not x.startswith((key, "hydra.sweep.dir="))]
+        kept = [x for x in sys.argv[1:] if not x.lstrip("+").startswith((key, "hydra.sweep.dir="))]
         places = f"{key}auto", assigned("hydra.sweep.dir", self.config.hydra.sweep.dir)
-        return "; to continue it:\n  " + " ".join(["python", os.path.relpath(sys.argv[0]), *kept, *places])
+        words = ["python", *map(shlex.quote, [os.path.relpath(sys.argv[0]), *kept]), *places]
+        return "; to continue the sweep:\n  " + " ".join(words)
 
     def _compose(self, number: int, overrides: list[str], shared: set[str]) -> tuple[str, str, list[str]]:
         """Compose the configuration of a job, which its process composes again, for the name of its folder.

@@ -81,6 +81,7 @@ def in_process(monkeypatch):
             print(outcome.err, end="", file=sys.stderr)
             return outcome.code
 
+    monkeypatch.setattr(process_launcher, "failed_jobs", [])  # without those of an earlier test
     monkeypatch.setattr(process_launcher.subprocess, "Popen", Job)
 
 
@@ -121,7 +122,7 @@ def test_a_signal_ends_the_sweep_after_the_current_job(probe, name):
     """A terminal sends SIGINT to all processes. SIGTERM goes to the process of the sweep, which passes it on."""
     sweep, jobs, _ = probe(f"prompt={name}", "seed=1,2", "-m")
     assert sweep.code == 128 + signal.Signals[name] and len(jobs) == 1
-    assert sweep.err == f"{name}: the sweep ends; 1 of 2 jobs were not started\n"
+    assert sweep.err == f"{name}: the sweep ends; jobs not started: 1 of 2\n"
 
 
 def test_a_signal_before_the_job_exists_ends_the_job_too(probe, tmp_path, monkeypatch):
@@ -134,7 +135,7 @@ def test_a_signal_before_the_job_exists_ends_the_job_too(probe, tmp_path, monkey
 
     monkeypatch.setattr(process_launcher.subprocess, "Popen", start_late)
     sweep, *_ = probe("-m", "seed=1,2", "prompt=wait")
-    assert sweep.code == 128 + signal.SIGTERM and "1 of 2 jobs were not started" in sweep.err
+    assert sweep.code == 128 + signal.SIGTERM and "jobs not started: 1 of 2" in sweep.err
     assert not (tmp_path / "ended").exists()
 
 
@@ -154,20 +155,34 @@ def test_a_sweep_prints_the_output_of_each_job_and_ends_with_its_report(workplac
     assert "Failed jobs: 0_flash2" in page
 
 
+def stop_after_each_job(monkeypatch) -> None:
+    """Send SIGINT to the sweep at the end of a job."""
+    wait = process_launcher.subprocess.Popen.wait
+    stopping = lambda job: (wait(job), signal.raise_signal(signal.SIGINT))[0]  # noqa: E731
+    monkeypatch.setattr(process_launcher.subprocess.Popen, "wait", stopping)
+
+
+@pytest.mark.parametrize("plus", ["", "++"])
+def test_a_sweep_that_begins_from_another_run_has_no_command(workplace, in_process, monkeypatch, plus):
+    """With checkpoint.resume=auto, the jobs that were not started would begin without the other run."""
+    train("first", "train.max_steps=1").ok()
+    stop_after_each_job(monkeypatch)
+    resume = f"{plus}checkpoint.resume=first", "hydra.sweep.dir=sweep", "wandb.id=null"
+    stopped = run("train.py", "-m", *TINY, *resume, "train.max_steps=2,3")
+    assert stopped.err == "SIGINT: the sweep ends; jobs not started: 1 of 2\n"
+
+
 def test_the_command_of_a_stopped_sweep_trains_the_rest_and_passes_over_the_finished_runs(
     workplace, in_process, monkeypatch
 ):
     """The sweep's folder has a comma. SIGINT comes at the end of the first of two runs."""
     with monkeypatch.context() as patch:
-        wait = process_launcher.subprocess.Popen.wait
-        patch.setattr(
-            process_launcher.subprocess.Popen, "wait", lambda job: (wait(job), signal.raise_signal(signal.SIGINT))[0]
-        )
-        sweep = "train.seed=1,2", "train.max_steps=1", "hydra.sweep.dir='sweep,1'"
+        stop_after_each_job(patch)
+        sweep = "train.seed=1,2", "train.max_steps=1", "++hydra.sweep.dir='sweep,1'"
         stopped = run("train.py", "-m", *TINY, *sweep)
     assert stopped.code == 128 + signal.SIGINT and not Path("sweep,1/1_flash2").exists()
     told, command = stopped.err.splitlines()
-    assert told == "SIGINT: the sweep ends; 1 of 2 jobs were not started; to continue it:"
+    assert told == "SIGINT: the sweep ends; jobs not started: 1 of 2; to continue the sweep:"
     python, program, *words = shlex.split(command)
     assert (python, Path(program).name) == ("python", "train.py")
     continued = run("train.py", *words).ok()
