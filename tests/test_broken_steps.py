@@ -58,12 +58,28 @@ def test_too_many_steps_in_a_row_that_are_not_finite_stop_the_run(workplace, mon
     assert "Lower optimizer.lr" in outcome.err and len(outcome.err.splitlines()) == 1
     record = Path(re.search(r"record=(\S+)", outcome.err).group(1))
     again = run("replay.py", f"record={record}", "device=cpu").ok()
-    assert "the batch of step 22 with " in again.out and "step-00000024.pt, flash2 attention" in again.out
+    assert "the batch of step 22 with " in again.out and "24.pt (of a later step), flash2 attention" in again.out
     content = json.loads(record.read_text())
     content["loader"]["position"] = -5
     record.write_text(json.dumps(content))
     refused = run("replay.py", f"record={record}", "device=cpu")
     assert (refused.code, refused.err.count("is not the record of a step")) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("factor", "last", "advice"),
+    [
+        (math.nan, 6, "No later step was finite either"),
+        (math.inf, 6, "No later step was finite either"),
+        (math.nan, 5, "Lower optimizer.lr, or check the data"),
+    ],
+)
+def test_the_advice_depends_on_whether_a_later_step_was_finite(workplace, monkeypatch, factor, last, advice):
+    """If none was, the weights have diverged, so the saved state cannot be continued. The run logs step 6."""
+    spoil(monkeypatch, factor, *range(3, last + 1))
+    outcome = train("run", "train.max_steps=40", "train.log_interval=6", "train.eval_interval=99")
+    assert "at step 3; the weights did not take this step. The state is saved in" in outcome.err
+    assert f"step-00000006.pt. {advice}" in outcome.err and "python replay.py" in outcome.err
 
 
 def test_a_resumed_run_goes_on_counting_the_steps_in_a_row_that_are_not_finite(workplace, monkeypatch):

@@ -53,8 +53,9 @@ class Watch:
             return
         rows = self.state.world.sum(torch.stack(self._window)).div(self.state.world.size).tolist()
         self._window = []
-        for step, (loss, norm) in enumerate(rows, start=self.state.step - len(rows) + 1):
-            self._judge(step, loss, norm)
+        first = self.state.step - len(rows) + 1
+        for i, (loss, norm) in enumerate(rows):
+            self._judge(first + i, loss, norm, later=rows[i + 1 :])
         self.loss = loss
         self._newest = {"train/loss": loss, "train/perplexity": perplexity(loss), "train/grad_norm": norm}
         self._newest["train/lr"] = self.state.optimizer.param_groups[0]["lr"]
@@ -67,7 +68,7 @@ class Watch:
         newest, self._newest = self._newest, {}
         return newest
 
-    def _judge(self, step: int, loss: float, norm: float) -> None:
+    def _judge(self, step: int, loss: float, norm: float, later: list[list[float]]) -> None:
         broken, spike = self._is_broken(loss, norm), self._spike(norm)
         if not broken and spike is None:
             return
@@ -79,7 +80,7 @@ class Watch:
         saved = self.checkpoints.save_at_failure(self.state) if stops else ""
         look = self._record(step, loss, norm)
         if stops:
-            raise UserError(f"{dropped}. {saved} Lower optimizer.lr, or check the data: {look}")
+            raise UserError(f"{dropped}. {saved} {_remedy(later)}: {look}")
         if spike is not None:
             self.tell(f"{told}, {spike:,.1f} times the usual norm; {look}")
         if broken:
@@ -129,6 +130,16 @@ class Watch:
         function = self.state.config["attention"].get("function")  # only the command line can name code to import
         named = f" {assigned('function', function)}" if function else ""
         return f"look at it with python replay.py {assigned('record', path)}{named}{source}"
+
+
+def _remedy(later: list[list[float]]) -> str:
+    """Return the advice after a broken step. `later` has the loss and the gradient norm of each step after it."""
+    if later and not any(math.isfinite(loss) and math.isfinite(norm) for loss, norm in later):
+        return (
+            "No later step was finite either, so a run from this state would stop again. Lower optimizer.lr and begin "
+            "a new run, or resume from an earlier checkpoint. Or check the data"
+        )
+    return "Lower optimizer.lr, or check the data"
 
 
 def read_record(path: Path) -> State:
