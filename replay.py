@@ -14,6 +14,7 @@ from errors import UserError, problem_of
 from model.attention import restore_attention
 from train import micro_step, train_step
 from trainer.build import build_loader, check_fp8, compile_model, fix_randomness
+from trainer.checkpoint.folder import step_of
 from trainer.distributed.world import refuse_several
 from trainer.folders import write_text
 from trainer.loading import load_model, saved_scales
@@ -66,9 +67,11 @@ def replay(config: ReplayConfig) -> None:
         step = partial(micro_step, compiled, state, settings, compute)
         loss, norm = train_step(compiled, step, state, settings, compute).tolist()
     loss_then, norm_then = (math.nan if x is None else x for x in (recorded["loss"], recorded["grad_norm"]))
+    is_later = not config.checkpoint and step_of(Path(source)) > recorded["step"]
     print(
-        f"the batch of step {recorded['step']} with {source}, {settings.attention.title} attention, {compute}: loss "
-        f"{loss:.6f} nats, gradient norm {norm:.6f}; in the run {loss_then} and {norm_then}"
+        f"the batch of step {recorded['step']} with {source}{' (of a later step)' if is_later else ''}, "
+        f"{settings.attention.title} attention, {compute}: loss {loss:.6f} nats, gradient norm {norm:.6f}; in the run "
+        f"{loss_then:.6f} and {norm_then:.6f}"
     )
     row = {"record": config.record, "checkpoint": str(source), "loss": finite(loss), "grad_norm": finite(norm)}
     write_text(folder / "replay.json", json.dumps(row, indent=2) + "\n")
