@@ -6,7 +6,7 @@ import math
 import re
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 from hydra.core.override_parser.types import Quote, QuotedString
@@ -81,6 +81,11 @@ def assigned(key: str, value: object) -> str:
     if re.fullmatch(r"[\w./:@%+-]+", str(value), re.ASCII):
         return f"{key}={value}"
     return shlex.quote(f"{key}={as_text(value)}")
+
+
+def values_in(arguments: Sequence[str]) -> dict[str, str]:
+    """Return the values of a command line by their keys. An argument without a value has an empty one."""
+    return dict(argument.lstrip("+").partition("=")[::2] for argument in arguments)
 
 
 def refuse(sentence: str) -> NoReturn:

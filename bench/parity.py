@@ -79,9 +79,14 @@ class ParitySettings:
             raise UserError(f"steps={self.steps} leaves no step to time after the first; give at least 2")
         of_variants = " ".join(variant.partition(":")[2] for variant in self.variants).split()
         for word in [*self.settings, *of_variants]:
-            if remedy := SET_HERE.get(word.lstrip("+~").partition("=")[0]):
+            if remedy := SET_HERE.get(key_of(word)):
                 raise UserError(f"{word} is set by bench.parity itself; {remedy}")
         check_choice("variants", [variant.partition(":")[0] for variant in self.variants], BUILT_IN)
+
+
+def key_of(word: str) -> str:
+    """Return the key that a word of a command line sets, adds or deletes."""
+    return word.lstrip("+~").partition("=")[0]
 
 
 def run(settings: ParitySettings) -> None:
@@ -139,7 +144,7 @@ def main() -> None:
     given = sys.argv[1:]
     end = given.index("--") if "--" in given else len(given)
     for argument in given[:end]:
-        if argument.lstrip("+~").partition("=")[0].partition(".")[0] in OF_TRAINING:
+        if key_of(argument).partition(".")[0] in OF_TRAINING:
             refuse(f"{argument} is not a setting of bench.parity; settings of train.py come after --")
     passed_on = [f"settings={json.dumps(given[end + 1 :], ensure_ascii=False)}"] if given[end:] else []
     sys.argv[1:] = given[:end] + passed_on

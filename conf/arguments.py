@@ -2,6 +2,8 @@
 
 from collections.abc import Collection, Sequence
 
+from errors import values_in
+
 FLAGS = (
     *("--help", "--hydra-help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun", "--info"),
     *("--shell-completion", "--config-path", "--config-name", "--config-dir", "--experimental-rerun"),
@@ -44,11 +46,6 @@ OTHER_VALUES = {
     "dtype": "precision",
 }
 """The settings of train.py by nanoGPT's names, if the values differ."""
-
-
-def values_in(arguments: Sequence[str]) -> dict[str, str]:
-    """Return the values of a command line by their keys. An argument without a value has an empty one."""
-    return dict(argument.lstrip("+").partition("=")[::2] for argument in arguments)
 
 
 def slip_in(arguments: Sequence[str], is_training: bool) -> str | None:

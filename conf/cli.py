@@ -18,9 +18,9 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from conf import schema
-from conf.arguments import slip_in, values_in
+from conf.arguments import slip_in
 from conf.explain import explain, sentence_of, unknown_setting
-from errors import UserError, as_text, guard_output, refuse
+from errors import UserError, as_text, guard_output, refuse, values_in
 from hydra_plugins import process_launcher
 from trainer.distributed.world import started, started_by_submitit
 

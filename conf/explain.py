@@ -15,8 +15,8 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigTypeError, MissingMandatoryValue, OmegaConfBaseException, ValidationError
 
-from conf.arguments import setting_meant, values_in
-from errors import UserError, as_text, first_line, is_out_of_gpu_memory, is_out_of_memory, two_sentences
+from conf.arguments import setting_meant
+from errors import UserError, as_text, first_line, is_out_of_gpu_memory, is_out_of_memory, two_sentences, values_in
 from model.attention import unknown_setting as unknown_attention_setting
 
 PLACES = "outputs go to hydra.run.dir=..., tokens to data.dir=..., checkpoints to checkpoint.dir=..."

@@ -145,11 +145,11 @@ def _remedy(config: DataConfig, folder: Path) -> str:
         return f"delete {config.dir} and start again to build it"
     if (folder / "unfinished").is_dir():
         return "its preparation is unfinished, so run the same `python -m data.prepare` again, or set data.dir"
-    if config.name == "tokens":
-        remedy = "set data.dir to a folder of complete token files"
-        is_used = folder.is_dir() and any(folder.iterdir())  # perhaps by the user's own files
-        return remedy if is_used else f"{remedy}, or run {_preparation(config)}"
-    delete = f"delete the files in {config.dir} and " if folder.is_dir() and any(folder.iterdir()) else ""
+    has_files = folder.is_dir() and any(folder.iterdir())
+    if config.name == "tokens":  # The files may be the user's own, so do not advise to delete them.
+        preparation = "" if has_files else f", or run {_preparation(config)}"
+        return f"set data.dir to a folder of complete token files{preparation}"
+    delete = f"delete the files in {config.dir} and " if has_files else ""
     return f"{delete}run {_preparation(config)}, or set data.dir"
 
 

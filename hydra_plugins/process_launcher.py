@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import starmap
 from pathlib import Path
 
 from hydra.core.config_store import ConfigStore
@@ -20,7 +21,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from errors import UserError, as_text, assigned, check_range
+from errors import UserError, as_text, assigned, check_range, values_in
 
 TORCHRUN = str(Path(__file__).with_name("_torchrun.py"))  # Hydra imports each module here that has no _.
 failed_jobs: list[str] = []
@@ -83,16 +84,14 @@ class ProcessLauncher(Launcher):
         return []
 
     def _remedy(self) -> str:
-        """Return the command that continues the sweep. Return nothing if its jobs do not continue their folders."""
-        key = "checkpoint.resume="
-        given = [word for word in sys.argv[1:] if word.lstrip("+").startswith(key)]
+        """Return the command that continues the sweep, or "" if the jobs begin from another run or do not train."""
         is_training = isinstance(OmegaConf.select(self.config, "checkpoint"), DictConfig)
-        if not is_training or any(word.lstrip("+") != f"{key}auto" for word in given):
+        if not is_training or values_in(sys.argv[1:]).get("checkpoint.resume", "auto") != "auto":
             return ""
-        kept = [x for x in sys.argv[1:] if not x.lstrip("+").startswith((key, "hydra.sweep.dir="))]
-        places = f"{key}auto", assigned("hydra.sweep.dir", self.config.hydra.sweep.dir)
-        words = ["python", *map(shlex.quote, [os.path.relpath(sys.argv[0]), *kept]), *places]
-        return "; to continue the sweep:\n  " + " ".join(words)
+        places = {"checkpoint.resume": "auto", "hydra.sweep.dir": self.config.hydra.sweep.dir}
+        kept = [word for word in sys.argv[1:] if values_in([word]).keys().isdisjoint(places)]
+        words = [*map(shlex.quote, [os.path.relpath(sys.argv[0]), *kept]), *starmap(assigned, places.items())]
+        return f"; to continue the sweep:\n  python {' '.join(words)}"
 
     def _compose(self, number: int, overrides: list[str], shared: set[str]) -> tuple[str, str, list[str]]:
         """Compose the configuration of a job, which its process composes again, for the name of its folder.

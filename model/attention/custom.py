@@ -236,7 +236,7 @@ class LibraryConfig(AttentionConfig):
 
     def build(self) -> Attention:
         if not is_installed(self.package):
-            if not torch.cuda.is_available():  # the package would not help
+            if not torch.cuda.is_available():  # The package would not help.
                 raise UserError(f"attention={self.name} does not run on a CPU; use attention=flash2")
             raise UserError(f"attention={self.name} needs the package {self.package}; run {self.pip}")
         return Library(f"attention={self.name}", self.function)

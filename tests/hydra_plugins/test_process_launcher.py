@@ -81,7 +81,7 @@ def in_process(monkeypatch):
             print(outcome.err, end="", file=sys.stderr)
             return outcome.code
 
-    monkeypatch.setattr(process_launcher, "failed_jobs", [])  # without those of an earlier test
+    monkeypatch.setattr(process_launcher, "failed_jobs", [])  # An earlier test may have failed jobs.
     monkeypatch.setattr(process_launcher.subprocess, "Popen", Job)
 
 
