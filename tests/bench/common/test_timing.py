@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from bench.common.timing import Gpu, in_turn, median_milliseconds, sampler_of, spin_for
+from bench.common.timing import LEAST_SPIN_MS, Gpu, Sampler, in_turn, median_milliseconds, sampler_of, spin_for
 from tests.bench.stopwatch import CallsTell, Stopwatch
 
 
@@ -65,3 +65,5 @@ def test_a_host_slower_than_the_gpu_does_not_change_a_sample():
 
     sampler, _ = sampler_of(call, Gpu())
     assert sampler.calls > 1 and sampler.sample(Gpu()) < 0.05  # milliseconds; the host needs 0.5
+    too_short = Sampler(call, calls=20, spin_ms=LEAST_SPIN_MS)  # the host needs 10.5 milliseconds
+    assert too_short.sample(Gpu()) < 0.05, "taken again with a longer spin"
