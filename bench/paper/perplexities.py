@@ -39,12 +39,10 @@ def perplexity_cell(speed_cell: dict, settings: PaperSettings, seed: int = SEED)
 
 
 def recipe_text(row: dict) -> str:
-    """Return the recipe of a row in words. Rows from before the larger batches have no batch, dropout and rate."""
-    text = f"of `{row['tokens']}` after {row['steps']:,} steps"
-    if "lr" not in row:
-        return text
+    """Return the recipe of a row in words."""
     batch = f"{row['global_batch_size']} x {row['context_length']:,} tokens"
-    return f"{text} of {batch}, dropout {row['dropout']:g}, learning rate {row['lr']:g}"
+    steps = f"of `{row['tokens']}` after {row['steps']:,} steps of {batch}"
+    return f"{steps}, dropout {row['dropout']:g}, learning rate {row['lr']:g}"
 
 
 def measure(cell: dict, gpu: object, settings: PaperSettings) -> Iterator[dict]:

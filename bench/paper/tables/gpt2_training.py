@@ -83,7 +83,11 @@ def perplexity_note(learned: dict, speeds: dict) -> str:
     """Return how the perplexities came about, and what the paper's perplexity of GPT-2 small costs on this device."""
     run = next(iter(learned.values()), None)
     text = f"validation, {recipe_text(run)}." if run else "validation, needs tokens=FOLDER."
-    if run and "lr" in run:
+    for (seed, model, name), other in learned.items():
+        if seed != SEED and (first := learned.get((SEED, model, name))):
+            apart = abs(first["perplexity"] - other["perplexity"])
+            text += f" Seeds {SEED} and {seed} of `{name}` differ by {apart:.2f}."
+    if run:
         text += " Hugging Face's model has none, because its loop here saves no checkpoints and could not be resumed."
     if speed := speed_of(speeds.get(("gpt2", 1024, "flash2"))):
         cost = f"{BUDGET / 1e9:.0f} billion tokens, {cost_text(GPUS * days(speed), True)} days of one such device"
@@ -94,5 +98,5 @@ def perplexity_note(learned: dict, speeds: dict) -> str:
 def compared_perplexities(rows: list[dict]) -> dict[tuple[int, str, str], dict]:
     """Return the rows of perplexity by seed, model and label, of the newest row's recipe."""
     found = [row for row in rows if row["measured"] == "perplexity"]
-    runs = [[row.get(key) for key in RECIPE] for row in found]
+    runs = [[row[key] for key in RECIPE] for row in found]
     return {(r["seed"], r["model"], label(r)): r for r, run in zip(found, runs, strict=True) if run == runs[-1]}
