@@ -1,7 +1,8 @@
 """The attentions of Long Range Arena by name: some of the registry, and approximate ones.
 
-All are called as f(q, k, v) -> out. q, k, v and out are (B, T, H, D) of one floating dtype. Every token may attend to
-every token (no causal mask), and scores are scaled by D**-0.5 except in linear attention.
+Call each as f(q, k, v) -> out. q, k, v and out are (B, T, H, D) of one floating dtype. No attention is causal.
+block_sparse, local_window, reformer and smyrf leave out pairs of tokens. Scores are scaled by D**-0.5, except in linear
+attention. flash2_unpadded also gets cu_seqlens, because its sequences are packed into one.
 """
 
 from collections.abc import Callable

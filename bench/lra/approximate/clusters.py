@@ -11,13 +11,22 @@ from bench.lra.approximate.softmax import attend_with_logsumexp, wide
 
 
 def clustered_attention(
-    q: Tensor, k: Tensor, v: Tensor, q_order: Tensor, k_order: Tensor, size: int, previous: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_order: Tensor,
+    k_order: Tensor,
+    size: int,
+    *,
+    previous: bool = False,
+    itself: bool = True,
 ) -> Tensor:
     """Return the attention of the queries of each cluster to the keys of the cluster, merged over the rounds.
 
     q, k, v and the result are (B, T, H, D). q_order and k_order (B, H, R, T) int64 are permutations of the tokens.
     Clusters are runs of `size` tokens of a permutation. The last one may be shorter. With `previous`, queries also see
-    the keys of the cluster before theirs; the first cluster sees the last.
+    the keys of the cluster before theirs; the first cluster sees the last. Without `itself`, a token sees its own key
+    only if it sees no other; both orders must then be the same.
 
     The rounds are merged by their logsumexps (appendix A of the Reformer paper), as if the key sets of all rounds were
     one. A key that meets a query in several rounds counts several times.
@@ -27,11 +36,13 @@ def clustered_attention(
     size = min(size, length)
     q = _clusters(_permuted(q, q_order, q_inverse), size)
     k, v = (_clusters(_permuted(x, k_order, k_inverse), size) for x in (k, v))
-    hidden = torch.arange(q.shape[3] * size, device=q.device).view(-1, 1, size) >= length
+    masked = torch.arange(q.shape[3] * size, device=q.device).view(-1, 1, size) >= length
+    own = torch.eye(size, dtype=torch.bool, device=q.device)
     if previous and q.shape[3] > 1:
         k, v = (torch.cat([x.roll(1, 3), x], 4) for x in (k, v))
-        hidden = torch.cat([hidden.roll(1, 0), hidden], 2)
-    results = attend_with_logsumexp(q, k, v, hidden if length % size else None)
+        masked = torch.cat([masked.roll(1, 0), masked], 2)
+        own = F.pad(own, (size, 0))
+    results = attend_with_logsumexp(q, k, v, masked if length % size else None, None if itself else own)
     out, logsumexp = (_Permute.apply(x.flatten(3, 4)[:, :, :, :length], q_inverse, q_order) for x in results)
     return (wide(out) * logsumexp.softmax(2)).sum(2).to(v.dtype).transpose(1, 2)
 

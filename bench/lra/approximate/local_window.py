@@ -23,7 +23,7 @@ class LocalWindow(nn.Module):
         """Return the attention inside the window."""
         length = q.shape[1]
         q, k, v = (self._blocks(x) for x in (q, k, v))
-        out = attend(q, _with_neighbours(k), _with_neighbours(v), self._hidden(length, q.device))
+        out = attend(q, _with_neighbours(k), _with_neighbours(v), self._outside(length, q.device))
         return out.flatten(2, 3)[:, :, :length].transpose(1, 2)
 
     def _blocks(self, x: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ class LocalWindow(nn.Module):
         x = F.pad(x.transpose(1, 2), (0, 0, 0, -x.shape[1] % self.radius))
         return x.unflatten(2, (-1, self.radius))
 
-    def _hidden(self, length: int, device: torch.device) -> Tensor:
+    def _outside(self, length: int, device: torch.device) -> Tensor:
         """Return which pairs are outside the window or the sequence, (n, radius, 3 radius) boolean."""
         blocks = torch.arange(-(-length // self.radius), device=device)[:, None, None]
         query = torch.arange(self.radius, device=device)[:, None]

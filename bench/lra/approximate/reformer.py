@@ -3,6 +3,7 @@
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.lra.approximate.clusters import clustered_attention
@@ -13,14 +14,13 @@ from bench.lra.config import EncoderConfig
 class Reformer(nn.Module):
     """LSH attention (section 2 of the paper): tokens are sorted by bucket, and chunks attend to themselves and back.
 
+    The keys are the queries, scaled to the same length, so a query and its key fall into the same bucket. A token sees
+    itself only if it sees nothing else. The length of the keys is D**0.5, as in the authors' code, so that the usual
+    scale D**-0.5 gives q q' / |q'|.
+
     A chunk of queries sees the keys of its own chunk and of the chunk before, whatever their buckets, as in the Hugging
     Face code that Xiong et al. use. A chunk has twice the tokens of an average bucket. The default is 2 rounds of
     hashing, as in Xiong et al.
-
-    The paper shares queries and keys: k = q / |q|, and a token sees itself only if it sees nothing else. Here k has its
-    own projection, as in the other attentions, and a token may see itself. The same rotations hash queries and keys,
-    each are sorted on their own, and chunk i of the queries sees chunks i - 1 and i of the keys. With q = k this is the
-    paper's order.
     """
 
     def __init__(self, config: EncoderConfig, chunk: int = 64, rounds: int = 2):
@@ -31,9 +31,10 @@ class Reformer(nn.Module):
         self.register_buffer("rotations", torch.randn(config.n_head, config.head_dim, rounds, columns))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return the attention inside the chunks."""
-        q_order, k_order = (self.buckets(x).argsort(dim=-1, stable=True) for x in (q, k))
-        return clustered_attention(q, k, v, q_order, k_order, self.chunk, previous=True)
+        """Return the attention inside the chunks. k has no effect."""
+        order = self.buckets(q).argsort(dim=-1, stable=True)
+        k = F.rms_norm(wide(q), q.shape[3:], eps=1e-6).to(q.dtype)
+        return clustered_attention(q, k, v, order, order, self.chunk, previous=True, itself=False)
 
     @torch.no_grad()
     def buckets(self, x: Tensor) -> Tensor:

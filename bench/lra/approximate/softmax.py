@@ -14,23 +14,34 @@ def wide(x: Tensor) -> Tensor:
     return x.to(wide_type(x))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None = None) -> Tensor:
+LAST = -1e5
+"""The score of a pair whose weight is 0 if the query has any other pair. A score of -inf would not allow it alone."""
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, masked: Tensor | None = None) -> Tensor:
     """Return softmax(q k^T D**-0.5) v, (..., T, D) in v's dtype.
 
-    q is (..., T, D), k and v are (..., S, D). `hidden` is boolean and broadcasts to (..., T, S). It is true for the
-    pairs that are left out, and every query needs one pair that is not.
+    q is (..., T, D), k and v are (..., S, D). `masked` is boolean and broadcasts to (..., T, S). It is true for the
+    pairs that are left out. Every query needs a pair that is not left out.
     """
-    scores = _scores(q, k, hidden)
+    scores = _scores(q, k, masked)
     return scores.softmax(-1, dtype=wide_type(scores)).to(v.dtype) @ v
 
 
-def attend_with_logsumexp(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return attend(q, k, v, hidden) and the logsumexp of the scores, (..., T, 1) in fp32 or more."""
-    scores = wide(_scores(q, k, hidden))
+def attend_with_logsumexp(
+    q: Tensor, k: Tensor, v: Tensor, masked: Tensor | None, last: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return attend(q, k, v, masked) and the logsumexp of the scores, (..., T, 1) in fp32 or more.
+
+    `last` is like `masked`, but a query attends to such a pair if the query has no other.
+    """
+    scores = wide(_scores(q, k, masked))
+    if last is not None:
+        scores = scores.masked_fill(last, LAST)
     logsumexp = scores.logsumexp(-1, keepdim=True)
     return (scores - logsumexp).exp().to(v.dtype) @ v, logsumexp
 
 
-def _scores(q: Tensor, k: Tensor, hidden: Tensor | None) -> Tensor:
+def _scores(q: Tensor, k: Tensor, masked: Tensor | None) -> Tensor:
     scores = (q * q.shape[-1] ** -0.5) @ k.mT
-    return scores if hidden is None else scores.masked_fill(hidden, -torch.inf)
+    return scores if masked is None else scores.masked_fill(masked, -torch.inf)

@@ -17,20 +17,20 @@ def draw(length: int, batch: int = 2, heads: int = 2, head_dim: int = 32) -> tup
     return tuple(torch.randn(batch, length, heads, head_dim, dtype=torch.float64, requires_grad=True) for _ in range(3))
 
 
-def softmax_attention(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None = None) -> Tensor:
-    """Return softmax(q k^T D**-0.5) v without the pairs that are true in `hidden` (T, S)."""
+def softmax_attention(q: Tensor, k: Tensor, v: Tensor, masked: Tensor | None = None) -> Tensor:
+    """Return softmax(q k^T D**-0.5) v without the pairs that are true in `masked` (T, S)."""
     scores = torch.einsum("bthd,bshd->bhts", q, k) * q.shape[3] ** -0.5
-    if hidden is not None:
-        scores = scores.masked_fill(hidden, -torch.inf)
+    if masked is not None:
+        scores = scores.masked_fill(masked, -torch.inf)
     return torch.einsum("bhts,bshd->bthd", scores.softmax(3), v)
 
 
 def assert_same(found: Callable[..., Tensor], expected: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> None:
-    """Compare two functions of q, k and v: outputs and gradients."""
+    """Compare two functions of q, k and v: outputs and gradients. An input without effect has a gradient of zero."""
     outcomes = []
     for function in found, expected:
         out = function(*inputs)
         dout = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(1))
-        outcomes.append((out, *torch.autograd.grad(out, inputs, dout)))
+        outcomes.append((out, *torch.autograd.grad(out, inputs, dout, materialize_grads=True)))
     for name, a, b in zip(("out", "dq", "dk", "dv"), *outcomes, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}")

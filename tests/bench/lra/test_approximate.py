@@ -29,7 +29,7 @@ def test_linear_attention_weighs_all_pairs_by_their_features():
 
 
 def test_linformer_is_softmax_attention_to_projected_keys_and_values():
-    """With the identity as E and F, to all of them. A shorter sequence takes the first columns."""
+    """If E and F are the identity, it is softmax attention. A shorter sequence takes the first columns."""
     module = Linformer(config_of(60), rank=60).double()
     for matrix in module.parameters():
         matrix.data = torch.eye(60, dtype=torch.float64)
@@ -56,7 +56,7 @@ def test_performers_features_are_orthogonal_normal_vectors():
 
 
 def test_performer_divides_sums_of_its_random_features():
-    """Large scores included, which would overflow without the stabiliser."""
+    """Large scores would overflow without the stabiliser."""
     module = Performer(config_of(40)).double()
 
     def definition(q, k, v):
@@ -102,14 +102,30 @@ HASHED = {
 
 def orders_of(module: Reformer | Smyrf, q: Tensor, k: Tensor) -> list[Tensor]:
     """Return the permutations of the queries and of the keys."""
-    hashes = (module.buckets(q), module.buckets(k)) if isinstance(module, Reformer) else module.hashes(q, k)
+    hashes = [module.buckets(q)] * 2 if isinstance(module, Reformer) else module.hashes(q, k)
     return [x.argsort(dim=-1, stable=True) for x in hashes]
 
 
-@pytest.mark.parametrize("name", HASHED)
+def keys_of_queries(q: Tensor) -> Tensor:
+    """Return Reformer's keys: the queries with the length D**0.5."""
+    return q / (q.square().mean(3, keepdim=True) + 1e-6).sqrt()
+
+
 @pytest.mark.parametrize("rounds", [1, 3])
-def test_one_cluster_is_softmax_attention(name, rounds):
-    assert_same(HASHED[name](config_of(50), 64, rounds), softmax_attention, draw(50))
+def test_one_cluster_of_smyrf_is_softmax_attention(rounds):
+    assert_same(HASHED["smyrf"](config_of(50), 64, rounds), softmax_attention, draw(50))
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_one_chunk_of_reformer_is_softmax_attention_to_the_scaled_queries_of_other_tokens(rounds):
+    itself = torch.eye(50, dtype=torch.bool)
+
+    def definition(q, k, v):
+        return softmax_attention(q, keys_of_queries(q), v, itself)
+
+    assert_same(HASHED["reformer"](config_of(50), 64, rounds), definition, draw(50))
+    q, k, v = draw(1)
+    torch.testing.assert_close(HASHED["reformer"](config_of(1), 64, rounds)(q, k, v), v, msg="a lone token sees itself")
 
 
 @pytest.mark.parametrize("name", HASHED)
@@ -126,22 +142,37 @@ def test_several_clusters_are_softmax_attention_to_the_clusters_keys(name, lengt
                 seen = torch.cat([keys[c - 1], keys[c]]) if name == "reformer" else keys[c]
                 times[b, h, queries[c][:, None], seen] += 1
         assert (times == 0).any() and (times == 2).any()
+        if name == "reformer":
+            k = keys_of_queries(q)
+            times = times.where(~torch.eye(length, dtype=torch.bool), 0)
         scores = torch.einsum("bthd,bshd->bhts", q, k) * 32**-0.5 + times.log()
         return torch.einsum("bhts,bshd->bthd", scores.softmax(3), v)
 
     assert_same(module, definition, draw(length))
 
 
+def test_a_query_of_reformer_sees_keys_of_its_bucket_even_if_most_queries_share_a_bucket():
+    """Half of the tokens have one direction. Each token sees the value of a token of the same direction."""
+    module = HASHED["reformer"](config_of(256), 32, 2)
+    directions = F.normalize(torch.randn(9, 32, dtype=torch.float64), dim=1)
+    kind = torch.randint(1, 9, (2, 256, 2)) * torch.randint(2, (2, 256, 2))
+    q = 200 * directions[kind]
+    v = F.one_hot(kind, 32).double()
+    assert (module(q, torch.randn_like(q), v).argmax(3) == kind).double().mean() > 0.99
+
+
 @pytest.mark.parametrize("name", HASHED)
 def test_hashing_finds_the_large_scores(name):
     """Queries near one of 16 directions find the keys of that direction far better than random clusters do."""
-    module = HASHED[name](config_of(256), 32, 2)
+    module, is_reformer = HASHED[name](config_of(256), 32, 2), name == "reformer"
     directions = F.normalize(torch.randn(16, 32, dtype=torch.float64), dim=1)
     q, k = (12 * directions[torch.randint(16, (2, 256, 2))] + 0.3 * x.detach() for x in draw(256)[:2])
     v = torch.randn(2, 256, 2, 32, dtype=torch.float64)
-    exact = softmax_attention(q, k, v)
-    orders = (torch.rand(2, 2, 2, 256).argsort(3) for _ in "qk")
-    chance = clustered_attention(q, k, v, *orders, 32, previous=name == "reformer")
+    orders = [torch.rand(2, 2, 2, 256).argsort(3) for _ in "qk"]
+    if is_reformer:
+        k, orders = keys_of_queries(q), orders[:1] * 2
+    exact = softmax_attention(q, k, v, torch.eye(256, dtype=torch.bool) if is_reformer else None)
+    chance = clustered_attention(q, k, v, *orders, 32, previous=is_reformer, itself=not is_reformer)
     assert (module(q, k, v) - exact).norm() < 0.6 * (chance - exact).norm()
 
 

@@ -29,10 +29,10 @@ def test_exact_attentions_see_all_pairs(name):
 def test_block_sparse_attention_sees_the_blocks_of_its_pattern():
     n = torch.arange(520) // 128
     difference = n[:, None] ^ n
-    hidden = ((difference & (difference - 1)) != 0) & (n > 0)
+    masked = ((difference & (difference - 1)) != 0) & (n > 0)
     attend = build_attention("block_sparse", config_of(520))
-    assert hidden.any()
-    assert_same(attend, lambda *inputs: softmax_attention(*inputs, hidden), draw(520, batch=1, heads=1))
+    assert masked.any()
+    assert_same(attend, lambda *inputs: softmax_attention(*inputs, masked), draw(520, batch=1, heads=1))
 
 
 @pytest.mark.parametrize("name", APPROXIMATE)
