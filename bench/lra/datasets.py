@@ -27,7 +27,7 @@ from errors import UserError, described, problem_of
 
 CACHE = ROOT / "tokens" / "lra"
 SEED = 1
-"""Of generated examples."""
+"""Seed of the generated examples."""
 CHUNK = 1_000
 """Examples that one thread generates from a seed of its own."""
 SPLITS = ("train", "val", "test")

@@ -15,7 +15,7 @@ from bench.lra.pathfinder import generate
 
 SIZE, SEED, GAP = 128, 1, 8
 COLOURS = "#cf4343", "#f2c14e", "#7aa6d8"
-"""Of the path that has both discs, of the other long path, and of the distractors."""
+"""Colours of the path with both discs, of the other long path, and of the distractors."""
 
 
 @dataclass

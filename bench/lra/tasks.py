@@ -2,7 +2,8 @@
 
 Sizes of the tasks: Tay et al., Long Range Arena (arXiv 2011.04006), and its code.
 Batch sizes, steps and learning rates: lra_config.py of Xiong et al., Nystromformer (arXiv 2102.03902). That file has no
-Path-X and no Path-256. Their settings come from Long Range Arena's own code for images of 128 and 256 pixels.
+Path-X and no Path-256. Their batch sizes, steps and learning rates come from Long Range Arena's own code for images of
+128 and 256 pixels.
 """
 
 from dataclasses import dataclass
@@ -22,9 +23,10 @@ class Task:
     """Examples of a step. With `pairs`, a step has two sequences per example."""
     steps: int
     warmup_steps: int
-    learning_rate: float
     examples: dict[str, int]
     """Examples of the splits train, val and test."""
+    learning_rate: float = 1e-4
+    """Peak learning rate, at the end of the warm-up."""
     pairs: bool = False
     """Whether an example is two documents."""
 
@@ -43,19 +45,20 @@ def _splits(train: int, val: int, test: int) -> dict[str, int]:
     return {"train": train, "val": val, "test": test}
 
 
-def _pathfinder(name: str, size: int, **training) -> Task:
-    examples = _splits(160_000, 20_000, 20_000)
-    return Task(name, vocab_size=512, classes=2, context_length=size * size, examples=examples, **training)
-
-
+_DIGITS = {"vocab_size": 32, "classes": 10, "context_length": 2_000}
+_BYTES = {"vocab_size": 512, "classes": 2, "context_length": 4_000}
+_PAIRS = _BYTES | {"examples": _splits(147_086, 18_090, 17_437), "pairs": True}
+_PIXELS = {"vocab_size": 512, "classes": 10, "context_length": 1_024}
+_PATHS = {"vocab_size": 512, "classes": 2, "examples": _splits(160_000, 20_000, 20_000)}
+_LONG_PATHS = _PATHS | {"steps": 500_000, "learning_rate": 1e-3}
 _LIST = (
-    Task("listops", 32, 10, 2_000, 32, 5_000, 1_000, 1e-4, _splits(96_000, 2_000, 2_000)),
-    Task("text", 512, 2, 4_000, 32, 20_000, 8_000, 1e-4, _splits(25_000, 25_000, 25_000)),
-    Task("retrieval", 512, 2, 4_000, 32, 30_000, 800, 1e-4, _splits(147_086, 18_090, 17_437), pairs=True),
-    Task("image", 512, 10, 1_024, 256, 35_000, 175, 1e-4, _splits(45_000, 5_000, 10_000)),
-    _pathfinder("pathfinder", 32, batch_size=256, steps=62_400, warmup_steps=312, learning_rate=1e-4),
-    _pathfinder("path_x", 128, batch_size=64, steps=500_000, warmup_steps=2_500, learning_rate=1e-3),
-    _pathfinder("path_256", 256, batch_size=32, steps=500_000, warmup_steps=5_000, learning_rate=1e-3),
+    Task("listops", **_DIGITS, batch_size=32, steps=5_000, warmup_steps=1_000, examples=_splits(96_000, 2_000, 2_000)),
+    Task("text", **_BYTES, batch_size=32, steps=20_000, warmup_steps=8_000, examples=_splits(25_000, 25_000, 25_000)),
+    Task("retrieval", **_PAIRS, batch_size=32, steps=30_000, warmup_steps=800),
+    Task("image", **_PIXELS, batch_size=256, steps=35_000, warmup_steps=175, examples=_splits(45_000, 5_000, 10_000)),
+    Task("pathfinder", **_PATHS, context_length=32**2, batch_size=256, steps=62_400, warmup_steps=312),
+    Task("path_x", **_LONG_PATHS, context_length=128**2, batch_size=64, warmup_steps=2_500),
+    Task("path_256", **_LONG_PATHS, context_length=256**2, batch_size=32, warmup_steps=5_000),
 )
 TASKS = {task.name: task for task in _LIST}
 TABLE_3 = ("listops", "text", "retrieval", "image", "pathfinder")

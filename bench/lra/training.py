@@ -1,9 +1,9 @@
 """Train a classifier on a task of Long Range Arena and measure its accuracy on the test examples.
 
-The settings are from Xiong et al.: AdamW without weight decay, a linear warm-up and a linear decay. Each epoch has a
-new order of the examples. Matrix products are in bf16 on a GPU, where forward and backward are one CUDA graph: the
-models are so small that the GPU would otherwise wait for the host. Unlike Xiong et al., this measures the model after
-the last step, not the checkpoint with the best validation accuracy.
+Batch sizes, steps and learning rates are from Xiong et al., as are AdamW without weight decay, a linear warm-up and a
+linear decay. docs/lra.md lists the differences from their code. Each epoch has a new order of the examples. Matrix
+products are in bf16 on a GPU, where forward and backward are one CUDA graph: the models are so small that the GPU would
+otherwise wait for the host.
 
 Examples:
     python -m bench.lra.training task=listops attention_name=flash2
@@ -33,7 +33,7 @@ from bench.lra.tasks import TASKS, Task
 from trainer.precision import Compute, PrecisionConfig, choose_compute
 
 CAPTURED = 2
-"""The step that is captured. The steps before it compile, and make what later steps reuse."""
+"""Number of the step that is captured. The steps before it run without a graph, so that all kernels are compiled."""
 
 
 class Score(NamedTuple):
@@ -116,7 +116,7 @@ def train_and_evaluate(
     torch.manual_seed(seed)
     model = Classifier(shape_of(task), attention).to(compute.device)
     batches = _Batches(task, train_set, compute.device).shuffled(seed)
-    as_graph = compute.device.type == "cuda" and attention != UNPADDED  # whose number of tokens changes
+    as_graph = compute.device.type == "cuda" and attention != UNPADDED  # its number of tokens changes
     _train(model, batches, task, steps or task.steps, compute, compiled, as_graph)
     return _evaluate(model, _Batches(task, test_set, compute.device), compute)
 

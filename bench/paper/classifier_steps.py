@@ -7,6 +7,7 @@ only one of them runs at a time. A step that cannot be captured is timed without
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,10 +16,10 @@ from bench.attention.accuracy import check, truth_of
 from bench.attention.contenders import bind, draw_inputs
 from bench.attention.shapes import AttentionShape
 from bench.common.timing import Gpu, recorded
+from bench.lra import listops
 from bench.lra.attentions import EXACT, UNPADDED, build_attention
 from bench.lra.config import EncoderConfig
 from bench.lra.encoder import Classifier, packing_of
-from bench.lra.listops import LONGEST, SHORTEST
 from bench.lra.tasks import Task
 from bench.lra.training import graph_of, shape_of
 from bench.paper.turns import take_turns
@@ -34,25 +35,16 @@ def check_exact(name: str, config: EncoderConfig, batch: int, device: str) -> No
     sizes = {"heads": config.n_head, "head_dim": config.head_dim, "causal": False}
     shape = AttentionShape("lra", batch, config.context_length, **sizes)
     inputs = draw_inputs(shape, device)
-    attend = partial(unpadded if name == UNPADDED else plain, build_attention(name, config))
+    attend = partial(call_packed if name == UNPADDED else call_plain, build_attention(name, config))
     check(bind(name, attend, shape, inputs), shape, truth_of(shape, inputs))
 
 
-def build_or_explain(row: dict, name: str, config: EncoderConfig) -> Callable[..., Tensor] | None:
-    """Return a new attention. If it does not support the length, return None and say why in the row."""
-    try:
-        return build_attention(name, config)
-    except UserError as error:
-        row.update(status="unsupported", message=problem_of(error))
-        return None
-
-
-def plain(attend: Callable, q: Tensor, k: Tensor, v: Tensor, **_) -> Tensor:
+def call_plain(attend: Callable, q: Tensor, k: Tensor, v: Tensor, **_) -> Tensor:
     """Call an attention of bench.lra, which is never causal, with the registry's arguments."""
     return attend(q, k, v)
 
 
-def unpadded(attend: Callable, q: Tensor, k: Tensor, v: Tensor, **_) -> Tensor:
+def call_packed(attend: Callable, q: Tensor, k: Tensor, v: Tensor, **_) -> Tensor:
     """Call an attention on sequences that are packed into one, as Classifier does: q, k, v (B, T, H, D)."""
     batch, length = q.shape[:2]
     bounds = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=q.device)
@@ -68,12 +60,14 @@ def draw_batch(task: Task, batch_size: int) -> tuple[Tensor, Tensor]:
 
 
 def lengths_of(task: Task, sequences: int) -> Tensor:
-    """Return the lengths (sequences,) int32 for flash2_unpadded: in ListOps drawn from the data's range, else full."""
+    """Return the lengths (sequences,) int32 for flash2_unpadded: in ListOps those of new expressions, else full."""
     if task.name != "listops":
         return torch.full((sequences,), task.padded_length, dtype=torch.int32)
-    longest, generator = min(LONGEST, task.context_length), torch.Generator().manual_seed(0)
-    shortest = SHORTEST if longest > SHORTEST else 1  # the smoke size is shorter than all expressions
-    return torch.randint(shortest, longest + 1, (sequences,), generator=generator, dtype=torch.int32)
+    rng = np.random.default_rng(0)
+    if task.context_length < listops.SHORTEST:  # the smoke size is shorter than all expressions
+        return torch.from_numpy(rng.integers(1, task.context_length, sequences, np.int32, endpoint=True))
+    _, lengths, _ = listops.generate(sequences, task.padded_length, rng)
+    return torch.from_numpy(lengths)
 
 
 def build_step(task: Task, batch_size: int, attention: str, backend: str | None, device: str) -> Step:
@@ -110,28 +104,31 @@ def warm_step(row: dict, task: Task, backend: str, gpu: Gpu) -> Step | None:
     The memory includes the weights and the optimizer's moments. Return None if the attention does not support the
     length.
     """
-    name, config = row["attention"], shape_of(task)
-    if build_or_explain(row, name, config) is None:
+    name, before = row["attention"], gpu.allocated()
+    try:
+        if name in (*EXACT, UNPADDED):
+            check_exact(name, shape_of(task), min(CHECKED_BATCH, row["batch_size"]), gpu.device)
+            gpu.release()
+        step = build_step(task, row["batch_size"], name, backend if row["compiled"] else None, gpu.device)
+    except UserError as error:
+        row.update(status="unsupported", message=problem_of(error))
         return None
-    if name in (*EXACT, UNPADDED):
-        check_exact(name, config, min(CHECKED_BATCH, row["batch_size"]), gpu.device)
-        gpu.release()
-    before = gpu.allocated()
-    step = build_step(task, row["batch_size"], name, backend if row["compiled"] else None, gpu.device)
     step()
     row["peak_gib"] = (gpu.peak(step) - before) / GIB
     return step
 
 
 def captured(step: Step, row: dict, pool: tuple[int, int]) -> Step:
-    """Return a step as a CUDA graph in `pool`. If the capture fails, return the step itself and say so in the row."""
+    """Return a step as a CUDA graph in `pool`. If the capture fails, return the step itself and say so in the row.
+
+    A graph can need more memory than its step, because the memory of a graph has its own fragments.
+    """
     try:
         replay = graph_of(step, pool)
     except RuntimeError as error:
         cause = error.__context__ or error  # the error that ended the capture
-        if any(map(is_out_of_gpu_memory, (error, cause))):
-            raise torch.OutOfMemoryError(str(cause)) from error
-        row.update(graph=False, message=first_line(cause))
+        is_oom = any(map(is_out_of_gpu_memory, (error, cause)))
+        row.update(graph=False, message="out of memory" if is_oom else first_line(cause))
         return step
     row["graph"] = True
     return replay

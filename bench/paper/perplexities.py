@@ -27,8 +27,8 @@ STEP_SEQUENCES = {"full": 128, "smoke": 2}
 DROPOUT, LEARNING_RATE = 0.1, 1e-3
 RECIPE = "tokens", "steps", "global_batch_size", "dropout", "lr"
 VALIDATION_TOKENS = 360_448
-CHECKPOINT_STEPS = 100  # lost at most if the process is killed; the time limit saves first
-RESERVE_S = 60  # of a cell's time limit, to import torch before the training and to save a checkpoint after it
+CHECKPOINT_STEPS = 100  # a killed process loses at most these steps; at the time limit, a run saves first
+RESERVE_S = 60  # of a cell's time limit: the seconds to import torch, and to save a checkpoint at the end
 FOLDER = Path("outputs/paper-perplexities")
 
 
@@ -41,7 +41,7 @@ def perplexity_cell(speed_cell: dict, settings: PaperSettings, seed: int = SEED)
 def recipe_text(row: dict) -> str:
     """Return the recipe of a row in words."""
     batch = f"{row['global_batch_size']} x {row['context_length']:,} tokens"
-    steps = f"of `{row['tokens']}` after {row['steps']:,} steps of {batch}"
+    steps = f"`{row['tokens']}` after {row['steps']:,} steps of {batch}"
     return f"{steps}, dropout {row['dropout']:g}, learning rate {row['lr']:g}"
 
 

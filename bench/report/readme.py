@@ -35,7 +35,7 @@ PAPER = "gpt2", "gpt2_context", "gpt3", "io", "memory"  # the tables of bench.pa
 FRONT = ("gpt2", 1024), ("gpt2", 8192), ("gpt3-1.3b", 8192), ("gpt3-2.7b", 8192)  # the rows of the README
 TRAINERS = {"ours": "ours", "nanogpt": "nanoGPT", "huggingface": "Hugging Face"}
 CARDS = 24, 32, 40, 80  # GiB of a GPU
-USABLE = 0.9  # of its memory: the driver, CUDA and fragments take the rest
+USABLE = 0.9  # share of a GPU's memory; the driver, CUDA and fragments take the rest
 RIVALS = {
     "flash2": "flash2",
     "sdpa_flash": "FlashAttention-2",
@@ -343,7 +343,7 @@ def sparsity_table(results: Path) -> str:
     file, speeds = read_results(results / "features.json"), {}
     for row in file["sparsity"]:
         cells = speeds.setdefault(row["pattern"], {"kept": row["kept"]})
-        cells[row["head_dim"], row["pass"]] = f"{at_least(row['speed'])} ({row['ms']:.2f})"
+        cells[row["head_dim"], row["pass"]] = f"{at_least(row['speed'])} ({at_most(row['ms'])})"
     columns = [(head_dim, pass_) for head_dim in (64, 128) for pass_ in ("forward", "both")]
     lines = [
         [name, f"{cells['kept']:.1%}", f"{1 / cells['kept']:.2f}", *(cells[column] for column in columns)]

@@ -29,6 +29,7 @@ STANDS_FOR = {
     "triton": "flash2, plain Triton: FlashAttention Triton",
 }
 ROUNDS = {"full": 10, "smoke": 1}
+OURS = "flash1", "flash2", "triton"
 
 
 def cells(settings: PaperSettings) -> list[dict]:
@@ -53,7 +54,7 @@ def speed_lines(rows: list[dict], variants: Iterable[str], passes: Sequence[str]
     texts: dict[tuple, dict] = {}
     for row in rows:
         shape = row["head_dim"], row["causal"], row["seq_len"], row["batch"], row["heads"]
-        speed = whole_speed(row, "tflops", row["variant"] == "flash2")
+        speed = whole_speed(row, "tflops", row["variant"] in OURS)
         texts.setdefault(shape, {})[row["variant"], row["pass"]] = speed
     lines = []
     for (head_dim, causal, seq_len, batch, heads), of_shape in sorted(texts.items()):

@@ -82,12 +82,14 @@ def markdown(rows: list[dict]) -> str:
 def perplexity_note(learned: dict, speeds: dict) -> str:
     """Return how the perplexities came about, and what the paper's perplexity of GPT-2 small costs on this device."""
     run = next(iter(learned.values()), None)
-    text = f"validation, {recipe_text(run)}." if run else "validation, needs tokens=FOLDER."
+    text = f"validation, on {recipe_text(run)}." if run else "validation, needs tokens=FOLDER."
     for (seed, model, name), other in learned.items():
-        if seed != SEED and (first := learned.get((SEED, model, name))):
+        first = learned.get((SEED, model, name))
+        if seed != SEED and first and first["status"] == other["status"] == "ok":
             apart = abs(first["perplexity"] - other["perplexity"])
             text += f" Seeds {SEED} and {seed} of `{name}` differ by {apart:.2f}."
     if run:
+        text += " Each attention draws its own dropout masks."
         text += " Hugging Face's model has none, because its loop here saves no checkpoints and could not be resumed."
     if speed := speed_of(speeds.get(("gpt2", 1024, "flash2"))):
         cost = f"{BUDGET / 1e9:.0f} billion tokens, {cost_text(GPUS * days(speed), True)} days of one such device"

@@ -13,7 +13,9 @@ from bench.lra.training import TrainingSettings, rate_share, train_and_evaluate
 from errors import UserError
 from trainer.precision import PrecisionConfig, choose_compute
 
-TINY = Task("tiny", 8, 2, 32, 32, 100, 20, 3e-3, {"train": 512, "val": 0, "test": 250})
+SIZES = {"vocab_size": 8, "classes": 2, "context_length": 32, "batch_size": 32}
+EXAMPLES = {"train": 512, "val": 0, "test": 250}
+TINY = Task("tiny", **SIZES, steps=100, warmup_steps=20, learning_rate=3e-3, examples=EXAMPLES)
 CPU = choose_compute("cpu", PrecisionConfig("auto"))
 
 

@@ -4,7 +4,6 @@ import pytest
 
 from bench.common.formatting import length_text
 from bench.lra.attentions import build_attention
-from bench.paper import classifier_steps
 from bench.paper.crossings import crossings, where_below
 from bench.paper.settings import PaperSettings
 from bench.paper.tables import approximate_attention as approximate
@@ -81,16 +80,18 @@ def test_an_exact_attention_that_is_wrong_is_not_timed_and_the_others_go_on(monk
         built = build_attention(name, config)
         return (lambda q, k, v: built(q, k, v) * 1.1) if name == "flash1" else built
 
-    monkeypatch.setattr(classifier_steps, "build_attention", broken)
+    monkeypatch.setattr(approximate, "build_attention", broken)
     monkeypatch.setattr(approximate, "KINDS", {"naive": "exact", "flash1": "exact", "linformer": "approximate"})
     naive, flash1, linformer = approximate.measure({"seq_len": 64}, Stopwatch(), SMOKE)
     assert (flash1["status"], flash1["ms"]) == ("failed", None) and "out is off by 1.0e-01" in flash1["message"]
     assert [row["status"] for row in (naive, linformer)] == ["ok", "ok"] and linformer["ms"] == 2.0
 
 
-def test_the_weights_of_an_attention_get_gradients_too():
+@pytest.mark.parametrize(("name", "count"), [("linear", 3), ("linformer", 3 + 2), ("reformer", 2)])
+def test_the_inputs_that_are_used_and_the_weights_get_gradients(name, count):
+    """Linformer has two matrices. Reformer does not use k."""
     shape = approximate.AttentionShape("approximate", batch=1, seq_len=64, heads=2, head_dim=16, causal=False)
-    row, inputs = {"variant": "linformer"}, approximate.draw_inputs(shape, "cpu")
+    row, inputs = {"variant": name}, approximate.draw_inputs(shape, "cpu")
     contender = approximate.contender_of(row, shape, inputs, "cpu")
     gradients = contender.call("both")()
-    assert len(gradients) > 3 and all(x.any() for x in gradients)
+    assert len(gradients) == count and all(x.any() for x in gradients)

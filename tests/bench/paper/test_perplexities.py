@@ -106,17 +106,19 @@ def test_perplexities_of_different_recipes_are_not_mixed():
     """The recipe of the newest row counts."""
     rows = [row("naive"), row("flash2"), row("naive", **OLD, perplexity=421.0)]
     made = gpt2_training.markdown(rows)
-    assert "421.00" in made and "Perplexity: validation, of `web` after 300 steps of 128 x 1,024 tokens, " in made
+    assert "421.00" in made and "Perplexity: validation, on `web` after 300 steps of 128 x 1,024 tokens, " in made
     made = gpt2_training.markdown([*rows, row("flash2", **NEW, perplexity=65.04)])
     assert "65.04" in made and "421.00" not in made
-    assert "of `web` after 1,000 steps of 128 x 1,024 tokens, dropout 0.1, learning rate 0.001. Hugging Face" in made
+    assert "on `web` after 1,000 steps of 128 x 1,024 tokens, dropout 0.1, learning rate 0.001. Each attention" in made
 
 
 def test_perplexities_of_other_seeds_have_lines_of_their_own():
     learned = row("flash2", **NEW, perplexity=100.0), row("flash2", **NEW | {"seed": 2}, perplexity=98.75)
     made = gpt2_training.markdown([row("naive"), row("flash2"), row("naive", **NEW, perplexity=99.0), *learned])
     assert "| gpt2 | `flash2`, seed 2 | - | - | - | - | - | 98.75 | - | - | - | - |" in made
-    assert "Seeds 1 and 2 of `flash2` differ by 1.25. Hugging Face" in made
+    assert "Seeds 1 and 2 of `flash2` differ by 1.25. Each attention draws its own dropout masks. " in made
+    failed = learned[1] | {"perplexity": None, "status": "failed"}
+    assert "Seeds 1 and 2" not in gpt2_training.markdown([row("flash2"), learned[0], failed])
 
 
 def test_the_note_has_the_cost_of_the_papers_perplexity():
