@@ -18,16 +18,17 @@ DATA_KEYS = ("dir", "tokenizer", "document_mask")
 
 def next_commands(config: Config, folder: Path, checkpoint: Path, *, is_stopped: bool) -> list[list[str]]:
     """Return the command that continues a stopped run, or the commands that use the model of a finished run."""
-    return [_to_continue(checkpoint, folder, config.attention)] if is_stopped else _to_use(checkpoint.parent, config)
+    return [_to_continue(checkpoint, folder, config)] if is_stopped else _to_use(checkpoint.parent, config)
 
 
-def _to_continue(checkpoint: Path, folder: Path, attention: AttentionConfig) -> list[str]:
+def _to_continue(checkpoint: Path, folder: Path, config: Config) -> list[str]:
     """Return the command that continues this run from `checkpoint`."""
     size, local = started()[1], started_on_node()
     nodes = [f"--nnodes={size // local}", "..."] if size > local else []
     launcher = ["torchrun", *nodes, f"--nproc_per_node={local}"] if size > 1 else ["python"]
-    code = str(attention).split() if isinstance(attention, CustomConfig) else []
-    places = assigned("checkpoint.resume", shown(checkpoint)), assigned("hydra.run.dir", shown(folder))
+    code = str(config.attention).split() if isinstance(config.attention, CustomConfig) else []
+    places = [assigned("checkpoint.resume", shown(checkpoint)), assigned("hydra.run.dir", shown(folder))]
+    places += [assigned("checkpoint.dir", config.checkpoint.dir)] if config.checkpoint.dir else []
     return [*launcher, _beside("train.py"), *code, *places]
 
 

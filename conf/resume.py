@@ -35,7 +35,8 @@ def run_settings(composed: DictConfig) -> tuple[Config, State | None]:
 def _merged(composed: DictConfig, state: State) -> DictConfig:
     """Return the settings of a checkpoint, overridden by the settings on the command line.
 
-    A group choice such as model=gpt2 gives all settings of its group.
+    A group choice such as model=gpt2 gives all settings of its group. The choice of the run's own optimizer gives none:
+    its defaults depend on the model, and the command line may not name the run's model.
     """
     source = state["path"]
     overrides = OverridesParser.create().parse_overrides(HydraConfig.get().overrides.task)
@@ -48,13 +49,15 @@ def _merged(composed: DictConfig, state: State) -> DictConfig:
             raise ValueError("its settings refer to others")
         attention = composed.attention if "attention" in keys else _attention_of(stored["attention"], source)
         before = OmegaConf.merge(OmegaConf.structured(Config), stored | {"attention": attention})
-    merged = before.copy()
+    merged, is_own = before.copy(), composed.optimizer.name == before.optimizer.name
     for key in keys:
+        if key == "optimizer" and is_own:
+            continue
         OmegaConf.update(merged, key, OmegaConf.select(composed, key, throw_on_missing=True), merge=False)
     for override in overrides:
         if override not in groups and not override.is_delete():
             OmegaConf.update(merged, override.key_or_group, override.value())
-    merged.checkpoint.resume = composed.checkpoint.resume
+    merged.checkpoint.resume, merged.checkpoint.dir = composed.checkpoint.resume, composed.checkpoint.dir
     if merged.train.batch_size == AUTO:
         merged.train.batch_size = before.train.batch_size  # the number that the run began with
     _check_merged(merged, before, state)

@@ -62,12 +62,43 @@ def test_what_the_command_line_changes_is_told_and_recorded():
     run("train.py", *from_3, "checkpoint.dir=other", "train.batch_size=1", "train.max_steps=4").ok()
     assert changes("run") == [(3, AT_3, {"train.batch_size": [2, 1], "train.max_steps": [6, 4]})]
     same_data = "data=tokens", "data.dir=tokens", "data.tokenizer=byte"
-    run("train.py", "checkpoint.resume=other", "hydra.run.dir=run", *same_data, "train.max_steps=5").ok()
+    in_other = "checkpoint.resume=other", "checkpoint.dir=other", "hydra.run.dir=run"
+    run("train.py", *in_other, *same_data, "train.max_steps=5").ok()
     assert changes("run")[1:] == [(4, AT_3 + 32, {"train.max_steps": [4, 5]})]
     notes = [line for line in Path("run/config.yaml").read_text().splitlines() if line.startswith("#")]
     first, second = "train.batch_size 2 -> 1, train.max_steps 6 -> 4", "train.max_steps 4 -> 5"
     assert notes == [f"# changed after step 3: {first}", f"# changed after step 4: {second}"]
     assert load("other/step-00000005.pt")["config"]["optimizer"]["lr"] == 1e-3
+
+
+def test_the_choice_of_the_runs_own_optimizer_keeps_its_settings():
+    """It once gave the run the learning rate of the default model."""
+    train("run", *OWN).ok()
+    outcome = run("train.py", "checkpoint.resume=run", "hydra.run.dir=run", "optimizer=adamw", "train.max_steps=7").ok()
+    assert "\nchanged     since the checkpoint: train.max_steps 6 -> 7\n" in outcome.out
+
+
+def test_a_branch_of_a_run_with_a_checkpoint_folder_leaves_this_folder_alone(monkeypatch):
+    """It once saved there, and replaced the best checkpoint of the first run."""
+    train("run", *OWN, "checkpoint.dir=kept").ok()
+    before = {path: path.read_bytes() for path in Path("kept").iterdir()}
+    run("train.py", "checkpoint.resume=kept", "hydra.run.dir=branch", "train.max_steps=7").ok()
+    assert {path: path.read_bytes() for path in Path("kept").iterdir()} == before
+    assert Path("branch/checkpoints/step-00000007.pt").exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "save", at_call(1, lambda: os.kill(os.getpid(), signal.SIGINT), Checkpoints.save))
+        stopped = train("run", *OWN[:-3], "train.max_steps=9", "checkpoint.dir=kept", "checkpoint.resume=auto")
+    ((_, _, *overrides),) = printed_commands(stopped.out, "continue")
+    assert overrides[1:] == ["hydra.run.dir=run", "checkpoint.dir=kept"]
+
+
+def test_a_run_that_wandb_refuses_keeps_its_config(monkeypatch):
+    train("run", "train.max_steps=2").ok()
+    before = Path("run/config.yaml").read_bytes()
+    monkeypatch.setattr("trainer.loggers.wandb.server_problem", lambda settings: "no credentials; run `wandb login`")
+    refused = train("run", "train.max_steps=2", "wandb.mode=online", "checkpoint.resume=auto")
+    assert refused.code == 2 and "wandb.mode=online finds no credentials" in refused.err
+    assert Path("run/config.yaml").read_bytes() == before and not list(Path("run").glob("*.previous*"))
 
 
 def test_a_finished_run_is_not_given_settings_that_it_was_not_trained_with():

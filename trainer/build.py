@@ -186,6 +186,13 @@ def open_logs(
     """
 
     def start() -> Loggers:
+        own = {
+            "run_config": run_config,
+            "resumed_step": resumed_step,
+            "is_branch": is_branch,
+            "has_mfu": _peak_flops(compute) is not None,
+        }
+        loggers = start_loggers(folder, **own, **options)  # first, because wandb can refuse the run
         path = folder / "config.yaml"
         if resumed_step is None or is_branch:  # the file is another run's
             keep_previous(path)
@@ -194,14 +201,7 @@ def open_logs(
         notes += [f"# changed after step {resumed_step}: {describe_changes(changes)}"] if changes else []
         settings = OmegaConf.to_yaml(OmegaConf.create(run_config))
         write_text(path, "".join(f"{note}\n" for note in notes) + settings)
-        own = {
-            "run_config": run_config,
-            "resumed_step": resumed_step,
-            "is_branch": is_branch,
-            "has_mfu": _peak_flops(compute) is not None,
-        }
-        loggers = start_loggers(folder, **own, **options)
-        link_latest(folder, loggers.message)  # after the loggers, because wandb can refuse the run
+        link_latest(folder, loggers.message)
         return loggers
 
     return compute.world.agreed(lambda: start() if compute.world.is_first else Loggers([]))
