@@ -14,7 +14,7 @@ from errors import UserError, problem_of
 from model.attention import restore_attention
 from train import micro_step, train_step
 from trainer.build import build_loader, check_fp8, compile_model, fix_randomness
-from trainer.checkpoint.folder import step_of
+from trainer.checkpoint.folder import newest_before, step_of
 from trainer.distributed.world import refuse_several
 from trainer.folders import write_text
 from trainer.loading import load_model, saved_scales
@@ -36,9 +36,10 @@ def replay(config: ReplayConfig) -> None:
     attention = restore_attention(recorded["config"]["attention"], config.function)
     run_config = recorded["config"] | {"attention": attention}
     settings: Config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), run_config))
-    source = config.checkpoint or recorded["checkpoint"]
-    if source is None or not (config.checkpoint or Path(source).exists()):
-        raise UserError(f"record={config.record} names no existing checkpoint ({source}); give one as checkpoint=...")
+    run = Path(config.record).absolute().parents[1]
+    source = config.checkpoint or newest_before(settings.checkpoint.folder(run), recorded["step"])
+    if source is None:
+        raise UserError(f"record={config.record} is of a run without checkpoints; give one as checkpoint=...")
     precision = settings.precision if config.precision.name == "auto" else config.precision
     compute, folder = choose_compute(config.device, precision), output_dir()
     tokens = open_tokens(settings.data)

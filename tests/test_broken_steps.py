@@ -159,7 +159,7 @@ def test_spike_is_recorded_and_its_batch_replayed_to_the_bit(workplace, monkeypa
     monkeypatch.chdir(workplace)
     result = replayed(run("replay.py", file, "device=cpu"))
     recorded = json.loads(Path(file.removeprefix("record=")).read_text())
-    assert recorded["checkpoint"].endswith("step-00000024.pt")
+    assert result["checkpoint"].endswith("step-00000024.pt")
     assert [100 * result[key] for key in ("loss", "grad_norm")] == pytest.approx(
         [recorded[key] for key in ("loss", "grad_norm")], rel=1e-6
     )
@@ -167,7 +167,7 @@ def test_spike_is_recorded_and_its_batch_replayed_to_the_bit(workplace, monkeypa
     assert by_others["loss"] != result["loss"] and by_others["checkpoint"].endswith("20.pt")
     shutil.rmtree("run/checkpoints")
     refused = run("replay.py", file, "device=cpu")
-    assert refused.code == 2 and "names no existing checkpoint" in refused.err
+    assert refused.code == 2 and "is of a run without checkpoints; give one as checkpoint=" in refused.err
 
 
 def test_a_replay_refuses_a_checkpoint_of_another_tokenizer(workplace, monkeypatch):

@@ -108,14 +108,13 @@ class Watch:
 
     def _record(self, step: int, loss: float, norm: float) -> str:
         """Write what a replay of the step needs, and return the advice how to look at it."""
-        path, weights = self.folder / f"step-{step:08d}.json", self.checkpoints.before(step)
+        path = self.folder / f"step-{step:08d}.json"
         loader = self.state.loader.state_dict()
         loader["position"] -= (self.state.step - step + 1) * self.settings.sequences
         content = {
             "step": step,
             "loss": finite(loss),
             "grad_norm": finite(norm),
-            "checkpoint": None if weights is None else str(weights),
             "loader": loader,
             "scaler": self.state.scaler.state_dict(),
             "config": self.state.config,
@@ -126,7 +125,7 @@ class Watch:
                 write_text(path, json.dumps(content, indent=2) + "\n")
             except OSError as error:
                 return f"the record {path} cannot be written ({error.strerror})"
-        source = "" if weights else " checkpoint=... (no checkpoint from before the step exists)"
+        source = "" if self.checkpoints.before(step) else " checkpoint=... (no checkpoint from before the step exists)"
         function = self.state.config["attention"].get("function")  # only the command line can name code to import
         named = f" {assigned('function', function)}" if function else ""
         return f"look at it with python replay.py {assigned('record', path)}{named}{source}"
@@ -148,7 +147,6 @@ def read_record(path: Path) -> State:
         content = json.loads(path.read_text(encoding="utf-8"))
         loader = content["loader"]
         known = content.keys() >= {"step", "loss", "grad_norm", "scaler", "config"}
-        known &= isinstance(content["checkpoint"], str | None)
         known &= loader.keys() >= {"seed", "context_length", "tokens"} and loader["position"] >= 0
     except OSError as error:
         raise UserError(

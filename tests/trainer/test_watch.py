@@ -59,12 +59,11 @@ def test_a_loss_scale_that_only_falls_is_broken():
     assert not watch._is_broken(1.0, 1.0) and not watch._is_broken(1.0, math.inf)
 
 
-RECORD = {"step": 3, "loss": None, "grad_norm": 1.0, "checkpoint": None, "scaler": {}, "config": {}}
+RECORD = {"step": 3, "loss": None, "grad_norm": 1.0, "scaler": {}, "config": {}}
 LOADER = {"position": 1, "seed": 1, "context_length": 8, "tokens": 99}
 WRONG = {
     "position": RECORD | {"loader": LOADER | {"position": -1}},
     "loader": RECORD | {"loader": {"position": 1}},
-    "checkpoint": RECORD | {"loader": LOADER, "checkpoint": 5},
     "loss": {key: value for key, value in RECORD.items() if key != "loss"} | {"loader": LOADER},
 }
 
