@@ -78,6 +78,8 @@ def assigned(key: str, value: object) -> str:
     """Return key=value for a command line in a shell, with quotes if Hydra or the shell needs them."""
     if value is None:
         return f"{key}=null"
+    if isinstance(value, bool):
+        return f"{key}={str(value).lower()}"
     if re.fullmatch(r"[\w./:@%+-]+", str(value), re.ASCII):
         return f"{key}={value}"
     return shlex.quote(f"{key}={as_text(value)}")

@@ -21,8 +21,8 @@ def evaluate(config: EvaluateConfig) -> None:
     refuse_several("evaluate.py")
     compute, folder = choose_compute(config.device, config.precision, trains=False), output_dir()
     check_writable(folder)
-    tokens = open_tokens(config.data)
     model, tokenizer, origin = load_model(config.checkpoint, config.attention)
+    tokens = open_tokens(config.data)
     if tokenizer != tokens.tokenizer:
         raise UserError(
             f"checkpoint={config.checkpoint} was trained on {tokenizer} tokens, but {tokens.dir} holds "
@@ -37,7 +37,7 @@ def evaluate(config: EvaluateConfig) -> None:
     print(
         f"{file}, {origin}, {config.attention.title} attention, {compute}, context {context}, "
         f"stride {stride}:\nloss {result['val/loss']:.4f} nats, perplexity {result['val/perplexity']:.3f} over "
-        f"{result['tokens']:,} tokens; {result['val/word_perplexity']:.3f} per word, over {result['words']:,} words"
+        f"{result['tokens']:,} tokens; {result['val/word_perplexity']:.6g} per word, over {result['words']:,} words"
     )
     row = {"checkpoint": config.checkpoint, "data": str(tokens.dir), "attention": config.attention.name}
     row |= {key: finite(value) for key, value in result.items()} | sizes

@@ -32,6 +32,8 @@ SENTENCES = (
         r"Error resolving interpolation '\$\{(\w+)\}', possible",
         r"\1 is a list or has no choice; give one name, \1=NAME (see --help)",
     ),
+    (r"Interpolation key '(.+?)' not found", r"${\1} names no setting; give a value, or the name of a setting"),
+    (r"Sweep parameters '(.+?)' requires --multirun", r"\1 has several values; add -m to run one job per value"),
     (r"Error merging override (~.+)", rf"\1 {DELETED}"),
     (r"Could not delete from config\. The value of '(.+?)' is .* and not (.*)\.$", rf"~\1=\2 {DELETED}"),
     (
@@ -97,6 +99,8 @@ def explain(error: Exception) -> str:
         groups = [group for group, settings in known.items() if isinstance(settings, dict) and key in settings]
         return unknown_setting(key, [str(name) for name in known], [f"{group}.{key}" for group in groups])
     if isinstance(error, OverrideParseException):
+        if "=" not in error.override:
+            return f"{error.override} has no value; give {error.override}=..."
         reason = _one_line(error)
         if reason.startswith("Lexer"):
             reason = "a character of the value needs quotes"

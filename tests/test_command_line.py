@@ -29,7 +29,7 @@ REFUSALS = {
     ),
     "accumulation given twice": (
         "train.global_batch_size=8 train.batch_size=4 train.grad_accumulation=4",
-        ["train.global_batch_size=8", "train.grad_accumulation=4", "leave one of the two out"],
+        ["train.global_batch_size=8", "train.grad_accumulation=4", "set train.grad_accumulation=null"],
     ),
     "backend of another attention": (
         "attention=naive attention.backend=flash",
@@ -51,7 +51,9 @@ REFUSALS = {
     "unknown device": ("device=tpu", ["device=tpu", "auto, cpu, cuda"]),
     "nothing to resume": ("checkpoint.resume=nowhere", ["checkpoint.resume=nowhere", "step-*.pt", "or null to start"]),
     "unknown wandb mode": ("wandb.mode=sometimes", ["wandb.mode", "sometimes", "online, offline, disabled"]),
-    "no equals sign": ("model.n_layer", ["model.n_layer", "key=value"]),
+    "no equals sign": ("model.n_layer", ["model.n_layer has no value; give model.n_layer=..."]),
+    "unknown interpolation": ("model.n_layer=${foo}", ["${foo} names no setting"]),
+    "sweep without -m": ("optimizer.lr=choice(1,2)", ["optimizer.lr=choice(1,2) has several values; add -m"]),
     "several choices": ("attention=[naive,sdpa]", ["one choice, such as attention=flash2"]),
     "no choice": ("attention=null", ["the name of a choice, such as attention=flash2"]),
     "unclosed bracket": ("wandb.tags=[a", ["wandb.tags=[a", "key=[a,b]"]),

@@ -21,7 +21,7 @@ def test_the_printed_commands_use_the_model(workplace, attention):
     assert (sampling[0], Path(sampling[1]).name) == ("python", "sample.py")
     assert len(run("sample.py", *sampling[2:], "max_tokens=5", "device=cpu").ok().out) > 1
     found = run("evaluate.py", *evaluation[2:], "device=cpu").ok().out
-    assert "data.tokenizer=byte" in evaluation and "data.document_mask=True" in evaluation and "perplexity" in found
+    assert "data.tokenizer=byte" in evaluation and "data.document_mask=true" in evaluation and "perplexity" in found
 
 
 def test_start_and_end_of_a_run(workplace):

@@ -97,7 +97,7 @@ class TrainConfig:
         if self.grad_accumulation not in (None, whole // part):
             raise UserError(
                 f"train.global_batch_size={whole} with train.batch_size={part} makes {whole // part} micro-steps, not "
-                f"train.grad_accumulation={self.grad_accumulation}; leave one of the two out"
+                f"train.grad_accumulation={self.grad_accumulation}; set train.grad_accumulation=null"
             )
 
     @property
@@ -119,8 +119,10 @@ class TrainConfig:
         """
         mine, rest = divmod(self.sequences, processes)
         if rest or not mine:
+            step = "train.batch_size" if self.global_batch_size is None else "train.global_batch_size"
+            step += "" if step == "train.global_batch_size" or self.micro_steps == 1 else " x train.grad_accumulation"
             raise UserError(
-                f"train.global_batch_size={self.sequences} does not divide among {processes} processes; set "
+                f"{step}={self.sequences} does not divide among {processes} processes; set "
                 f"train.global_batch_size={max(1, round(self.sequences / processes)) * processes} and a "
                 "train.batch_size that divides it"
             )

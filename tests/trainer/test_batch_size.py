@@ -128,11 +128,11 @@ def test_candidates_are_settings_that_the_processes_can_share(settings, processe
             replace(GPU, world=World(0, 2, "ddp")),
             "train.global_batch_size=9 does not divide among 2",
         ),
-        ({"global_batch_size": 9, "grad_accumulation": 2}, GPU, "9 micro-steps, not train.grad_accumulation=2; leave"),
+        ({"global_batch_size": 9, "grad_accumulation": 2}, GPU, "9 micro-steps, not train.grad_accumulation=2; set"),
         (
             {"batch_size": 9},
             replace(CPU, world=World(0, 2, "ddp")),
-            "train.global_batch_size=9 does not divide among 2",
+            "train.batch_size=9 does not divide among 2",
         ),
     ],
     ids=["a CPU", "fsdp", "too few sequences", "no divisor", "a number"],

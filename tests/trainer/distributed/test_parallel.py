@@ -77,9 +77,20 @@ def test_the_processes_share_the_global_batch_in_equal_micro_steps(settings, pro
 
 @pytest.mark.parametrize(("sequences", "processes", "remedy"), [(8, 3, 9), (2, 8, 8), (10, 4, 8)])
 def test_a_global_batch_that_does_not_divide_is_refused_with_one_that_does(sequences, processes, remedy):
-    with pytest.raises(UserError, match=f"train.global_batch_size={sequences} .* {processes} processes") as refusal:
-        TrainConfig(batch_size=sequences).share(processes)
-    assert int(re.search(r"set train.global_batch_size=(\d+)", str(refusal.value))[1]) == remedy
+    given = {
+        f"train.global_batch_size={sequences}": {"batch_size": sequences, "global_batch_size": sequences},
+        f"train.batch_size={sequences}": {"batch_size": sequences},
+        f"train.batch_size x train.grad_accumulation={sequences}": {
+            "batch_size": sequences // 2,
+            "grad_accumulation": 2,
+        },
+    }
+    for name, settings in given.items():
+        with pytest.raises(UserError) as refusal:
+            TrainConfig(**settings).share(processes)
+        text = str(refusal.value)
+        assert text.startswith(f"{name} does not divide among {processes} processes; ")
+        assert int(re.search(r"set train.global_batch_size=(\d+)", text)[1]) == remedy
 
 
 def test_micro_steps_but_the_last_keep_their_gradients(workplace, monkeypatch):
