@@ -3,7 +3,7 @@
 - A sample is about 5 ms of calls (20 calls at most) between two CUDA events.
 - The GPU spins before the first event while the host queues the calls. This hides launch cost, as in a training step
   whose host runs ahead of the GPU. The spin lasts 1.2 times the host's time during warm-up. If the spin ends before the
-  last call is queued, the sample is taken again with a longer spin.
+  last call is queued, the sample is taken again with a longer spin, of 50 ms at most.
 - Compared variants take their samples in turn, in changing orders. So neither a drifting clock nor the variant before
   favours one of them.
 """
@@ -33,8 +33,12 @@ class Gpu:
     device = "cuda"
 
     def wake(self) -> None:
-        """Create the context of the GPU in this thread and in autograd's. Otherwise cuBLAS creates it and warns."""
-        torch.ones((), device=self.device, requires_grad=True).exp().backward()
+        """Create the context of the GPU and cuBLAS's workspaces, in this thread and in autograd's.
+
+        Otherwise cuBLAS creates the context and warns, and the first measured memory contains the workspaces.
+        """
+        x = torch.ones((1, 1), device=self.device, requires_grad=True)
+        (x @ x).backward()
         torch.cuda.synchronize()
 
     def milliseconds(self, call: Callable[[], object], calls: int, spin_ms: float) -> float:

@@ -1,7 +1,7 @@
 """The encoder classifier of Long Range Arena, as in the PyTorch code of Xiong et al., "Nystromformer" (2021).
 
 Pre-LayerNorm blocks, learned positions, GELU, mean pooling and a head with one hidden layer. Unlike that code, it
-has no dropout, attention sees the padding, and the mean takes only the real tokens.
+has no dropout, attention sees the padding except with flash2_unpadded, and the mean takes only the real tokens.
 
 B batch, T sequence length, N real tokens of a batch, C width, H heads, D head size.
 """

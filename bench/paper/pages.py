@@ -27,7 +27,7 @@ def page(name: str, results: dict) -> str:
     parts = [f"# {table.TITLE}", body]
     parts += ["Failed:\n\n" + "\n".join(failures)] if failures else []
     warning = "Smoke sizes, which say nothing about speed. " if results["size"] == "smoke" else ""
-    versions = f"torch {where['torch']}, Triton {where['triton']}, {commits_of(results)}, since {where['date']}"
+    versions = f"torch {where['torch']}, Triton {where['triton']}, {commits_of(results)}, begun {where['date']}"
     return "\n\n".join([*parts, f"{warning}Measured on {device_of(results)} ({versions})."]) + "\n"
 
 

@@ -12,7 +12,8 @@ SLOW_MS = 1000
 def take_turns(calls: Iterable[tuple[dict, Callable[[], object]]], gpu: Gpu, rounds: int) -> None:
     """Fill in `ms` and the status of each row: the median of samples that the calls take in turn.
 
-    The calls are warm. A call that fails does not stop the others.
+    The calls are warm. A call that fails does not stop the others. `rounds` is rounded up to orders that are balanced
+    (see in_turn), except for a single round.
     """
     ready = []
     for row, call in calls:
@@ -22,7 +23,8 @@ def take_turns(calls: Iterable[tuple[dict, Callable[[], object]]], gpu: Gpu, rou
                 row.update(ms=ms, status="ok")
             else:
                 ready.append((row, sampler_of(call, gpu)[0], []))
-    for row, sampler, samples in in_turn(ready, rounds):
+    balanced = 2 * max(1, len(ready))
+    for row, sampler, samples in in_turn(ready, rounds if rounds == 1 else balanced * -(-rounds // balanced)):
         if row["status"] is None:
             with recorded([row], gpu):
                 samples.append(sampler.sample(gpu))

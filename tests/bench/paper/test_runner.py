@@ -159,7 +159,7 @@ def test_what_is_missing_is_added_to_another_commits_results_if_asked_for(measur
     monkeypatch.setenv("GIT_COMMIT", "second")
     runner.run(replace(SMOKE, any_commit=True))
     assert measured.letters == ["a", "b", "c"]
-    assert "commits first (2 rows), second (4 rows), since 20" in RESULTS.with_suffix(".md").read_text()
+    assert "commits first (2 rows), second (4 rows), begun 20" in RESULTS.with_suffix(".md").read_text()
 
 
 def test_what_is_measured_anew_is_resumed_like_anything_else(measured, monkeypatch, capsys):

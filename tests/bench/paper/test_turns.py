@@ -22,9 +22,9 @@ def test_samples_alternate_and_the_median_counts():
         return call
 
     a, b = rows_of("a", "b")
-    take_turns([(a, timed("a", 9, 9, 1, 3, 2)), (b, timed("b", 9, 9, 30, 10, 20))], CallsTell(), rounds=3)
+    take_turns([(a, timed("a", 9, 9, 1, 3, 2, 2)), (b, timed("b", 9, 9, 30, 10, 20, 20))], CallsTell(), rounds=3)
     assert (a["ms"], b["ms"], a["status"]) == (2, 20, "ok")
-    assert log == [*"aabb", *in_turn("ab", rounds=3)]
+    assert log == [*"aabb", *in_turn("ab", rounds=4)], "4 rounds of 2 calls are balanced"
 
 
 def test_a_slow_call_has_one_sample_and_a_call_that_fails_does_not_stop_the_others():
