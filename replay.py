@@ -36,10 +36,10 @@ def replay(config: ReplayConfig) -> None:
     attention = restore_attention(recorded["config"]["attention"], config.function)
     run_config = recorded["config"] | {"attention": attention}
     settings: Config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), run_config))
-    run = Path(config.record).absolute().parents[1]
-    source = config.checkpoint or newest_before(settings.checkpoint.folder(run), recorded["step"])
+    saved = settings.checkpoint.folder(Path(config.record).absolute().parent.parent)
+    source = config.checkpoint or newest_before(saved, recorded["step"])
     if source is None:
-        raise UserError(f"record={config.record} is of a run without checkpoints; give one as checkpoint=...")
+        raise UserError(f"record={config.record} has no checkpoint in {saved}; give one as checkpoint=...")
     precision = settings.precision if config.precision.name == "auto" else config.precision
     compute, folder = choose_compute(config.device, precision), output_dir()
     tokens = open_tokens(settings.data)

@@ -165,9 +165,11 @@ def test_spike_is_recorded_and_its_batch_replayed_to_the_bit(workplace, monkeypa
     )
     by_others = replayed(run("replay.py", file, "device=cpu", "checkpoint=run/checkpoints/step-00000020.pt"))
     assert by_others["loss"] != result["loss"] and by_others["checkpoint"].endswith("20.pt")
+    Path("run/checkpoints/step-00000024.pt").unlink()
+    assert replayed(run("replay.py", file, "device=cpu"))["checkpoint"].endswith("step-00000023.pt")
     shutil.rmtree("run/checkpoints")
     refused = run("replay.py", file, "device=cpu")
-    assert refused.code == 2 and "is of a run without checkpoints; give one as checkpoint=" in refused.err
+    assert refused.code == 2 and "run/checkpoints; give one as checkpoint=" in refused.err
 
 
 def test_a_replay_refuses_a_checkpoint_of_another_tokenizer(workplace, monkeypatch):

@@ -192,7 +192,7 @@ def open_logs(
             "is_branch": is_branch,
             "has_mfu": _peak_flops(compute) is not None,
         }
-        loggers = start_loggers(folder, **own, **options)  # first, because wandb can refuse the run
+        loggers = start_loggers(folder, **own, **options)  # before config.yaml, because wandb can refuse the run
         path = folder / "config.yaml"
         if resumed_step is None or is_branch:  # the file is another run's
             keep_previous(path)

@@ -20,7 +20,8 @@ class CheckpointConfig:
     resume: str | None = None
     """null starts a new run. auto continues from the newest checkpoint in checkpoint.dir, or starts a new run if it
     finds none; it needs hydra.run.dir or checkpoint.dir. A path continues from that checkpoint, or from the newest
-    complete one in that folder. The checkpoint gives all settings that the command line does not."""
+    complete one in that folder. The checkpoint gives all settings that the command line does not, except this group's
+    dir."""
     asynchronous: bool | None = None
     """Write in the background. Training then waits only for a copy to host memory (12 bytes per parameter). null is
     true on a GPU and false on a CPU. parallel=fsdp and hsdp always write in the background."""
