@@ -49,10 +49,10 @@ def _merged(composed: DictConfig, state: State) -> DictConfig:
             raise ValueError("its settings refer to others")
         attention = composed.attention if "attention" in keys else _attention_of(stored["attention"], source)
         before = OmegaConf.merge(OmegaConf.structured(Config), stored | {"attention": attention})
-    merged, is_own = before.copy(), composed.optimizer.name == before.optimizer.name
+    if composed.optimizer.name == before.optimizer.name:
+        keys = [key for key in keys if key != "optimizer"]
+    merged = before.copy()
     for key in keys:
-        if key == "optimizer" and is_own:
-            continue
         OmegaConf.update(merged, key, OmegaConf.select(composed, key, throw_on_missing=True), merge=False)
     for override in overrides:
         if override not in groups and not override.is_delete():

@@ -119,10 +119,11 @@ class TrainConfig:
         """
         mine, rest = divmod(self.sequences, processes)
         if rest or not mine:
-            step = "train.batch_size" if self.global_batch_size is None else "train.global_batch_size"
-            step += "" if step == "train.global_batch_size" or self.micro_steps == 1 else " x train.grad_accumulation"
+            given = "train.global_batch_size"
+            if self.global_batch_size is None:
+                given = "train.batch_size" if self.micro_steps == 1 else "train.batch_size x train.grad_accumulation"
             raise UserError(
-                f"{step}={self.sequences} does not divide among {processes} processes; set "
+                f"{given}={self.sequences} does not divide among {processes} processes; set "
                 f"train.global_batch_size={max(1, round(self.sequences / processes)) * processes} and a "
                 "train.batch_size that divides it"
             )

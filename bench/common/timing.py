@@ -2,8 +2,8 @@
 
 - A sample is about 5 ms of calls (20 calls at most) between two CUDA events.
 - The GPU spins before the first event while the host queues the calls. This hides launch cost, as in a training step
-  whose host runs ahead of the GPU. The spin lasts 1.2 times the host's time during warm-up. If the spin ends before the
-  last call is queued, the sample is taken again with a longer spin, of 50 ms at most.
+  whose host runs ahead of the GPU. The spin lasts 1.2 times the host's time during warm-up.
+- If the spin ends before the last call is queued, the sample is taken again with a longer spin. No spin exceeds 50 ms.
 - Compared variants take their samples in turn, in changing orders. So neither a drifting clock nor the variant before
   favours one of them.
 """

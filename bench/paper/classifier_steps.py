@@ -60,7 +60,10 @@ def draw_batch(task: Task, batch_size: int) -> tuple[Tensor, Tensor]:
 
 
 def lengths_of(task: Task, sequences: int) -> Tensor:
-    """Return the lengths (sequences,) int32 for flash2_unpadded: in ListOps those of new expressions, else full."""
+    """Return the lengths (sequences,) int32 for flash2_unpadded.
+
+    Sequences of ListOps have the lengths of new expressions. Sequences of other tasks have the full length.
+    """
     if task.name != "listops":
         return torch.full((sequences,), task.padded_length, dtype=torch.int32)
     rng = np.random.default_rng(0)

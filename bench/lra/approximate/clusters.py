@@ -21,9 +21,10 @@ def clustered_attention(
     previous: bool = False,
     itself: bool = True,
 ) -> Tensor:
-    """Return the attention of the queries of each cluster to the keys of the cluster, merged over the rounds.
+    """Return the attention of each cluster's queries to its keys, merged over the rounds.
 
-    q, k, v and the result are (B, T, H, D). q_order and k_order (B, H, R, T) int64 are permutations of the tokens.
+    Shapes: q, k, v and the result are (B, T, H, D). The permutations q_order and k_order are (B, H, R, T) int64.
+
     Clusters are runs of `size` tokens of a permutation. The last one may be shorter. With `previous`, queries also see
     the keys of the cluster before theirs; the first cluster sees the last. Without `itself`, a token sees its own key
     only if it sees no other; both orders must then be the same.
