@@ -6,7 +6,7 @@ attention. flash2_unpadded also gets cu_seqlens, because its sequences are packe
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 from torch import Tensor
 
@@ -18,7 +18,7 @@ from bench.lra.approximate.reformer import Reformer
 from bench.lra.approximate.smyrf import Smyrf
 from bench.lra.config import EncoderConfig
 from errors import check_choice
-from model.attention import VARIANTS
+from model.attention import VARIANTS, Attention
 
 EXACT = "naive", "fused_softmax", "flash1", "flash2"
 """The attentions that compute all pairs. UNPADDED does too, for the real tokens."""
@@ -30,11 +30,17 @@ class Registered:
     """An attention of the registry, without a causal mask."""
 
     def __init__(self, config: EncoderConfig, name: str):
-        self.attend = VARIANTS[name]().build()
+        self.attend = _shared(name)
         self.attend.check_length(config.context_length)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
         return self.attend(q, k, v, causal=False, scale=q.shape[3] ** -0.5, **options)
+
+
+@cache
+def _shared(name: str) -> Attention:
+    """Return the attention of that name. The layers share it as in GPT-2: torch compiles one block_sparse per model."""
+    return VARIANTS[name]().build()
 
 
 ATTENTIONS: dict[str, Callable[[EncoderConfig], Callable[..., Tensor]]] = {

@@ -76,7 +76,7 @@ def test_a_step_never_reads_a_value_from_the_device(name):
 def test_torch_compile_traces_a_step_without_graph_breaks(name):
     torch.compiler.reset()  # all classifiers have the same code, and torch compiles a function 8 times at most
     torch.manual_seed(0)
-    model = Classifier(config_of(300, n_layer=1), name)
+    model = Classifier(config_of(300), name)
     tokens, lengths, _ = batch_of(300)
     packing = packing_of(lengths, 300)
     compiled = torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")
