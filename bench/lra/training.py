@@ -182,12 +182,19 @@ def _train(
 
 
 def graph_of(call: Callable[[], object], pool: tuple[int, int] | None = None) -> Callable[[], None]:
-    """Capture a call in a CUDA graph with memory of `pool`, and return the replay of the graph."""
+    """Capture a call in a CUDA graph with memory of `pool`, and return the replay of the graph.
+
+    The replay keeps the call alive, because the graph reads and writes the call's tensors.
+    """
     graph = torch.cuda.CUDAGraph()
     gc.collect()  # reference cycles left by the compiler may hold memory that the graph needs
     with torch.cuda.graph(graph, pool):
         call()
-    return graph.replay
+    return partial(_replay, graph, call)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, _call: Callable[[], object]) -> None:
+    graph.replay()
 
 
 def _captured(gradients: Callable, batch: tuple[Tensor, Tensor | None, Tensor]) -> Callable:

@@ -150,5 +150,7 @@ def time_steps(rows: list[dict], task: Task, backend: str, gpu: Gpu, rounds: int
         for row, step in warm:
             with recorded([row], gpu):
                 graphs.append((row, captured(step, row, pool)))
+            if row["graph"] is False:
+                gpu.release()  # the memory of the failed capture
         warm = graphs
     take_turns(warm, gpu, rounds)

@@ -1,7 +1,9 @@
 """The training steps of the table `lra`: their inputs, the check of exact attentions, and CUDA graphs."""
 
+import weakref
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -79,8 +81,10 @@ def test_an_attention_that_is_too_short_for_the_task_is_unsupported_and_the_othe
 
 
 class FakeGraph:
+    replays = 0
+
     def replay(self):
-        return "replayed"
+        FakeGraph.replays += 1
 
 
 def capturing(monkeypatch, error=None):
@@ -98,8 +102,20 @@ def capturing(monkeypatch, error=None):
 
 def test_a_captured_step_is_replayed(monkeypatch):
     capturing(monkeypatch)
+    monkeypatch.setattr(FakeGraph, "replays", 0)
     row = step_row("naive", 2)
-    assert captured(lambda: None, row, (0, 1))() == "replayed" and row["graph"] is True
+    captured(lambda: None, row, (0, 1))()
+    assert FakeGraph.replays == 1 and row["graph"] is True
+
+
+def test_a_captured_step_keeps_the_tensors_that_its_graph_reads(monkeypatch):
+    capturing(monkeypatch)
+    weight = torch.ones(1)
+    alive = weakref.ref(weight)
+    replay = captured(partial(torch.neg, weight), step_row("naive", 2), (0, 1))
+    del weight
+    replay()
+    assert alive() is not None
 
 
 def test_a_step_that_cannot_be_captured_is_timed_without_a_graph_and_its_row_says_so(monkeypatch):
