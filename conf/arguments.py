@@ -9,6 +9,8 @@ FLAGS = (
     *("--shell-completion", "--config-path", "--config-name", "--config-dir", "--experimental-rerun"),
 )
 """The options of Hydra."""
+SHORT_FLAGS = "-h", "-c", "-cp", "-cn", "-cd", "-p", "-r", "-m", "-i", "-sc", "-er"
+"""Hydra's short options. A value may follow without a space."""
 SETTINGS = {
     "batch_size": "train.batch_size",
     "gradient_accumulation_steps": "train.grad_accumulation",
@@ -50,7 +52,7 @@ OTHER_VALUES = {
 
 def slip_in(arguments: Sequence[str], is_training: bool) -> str | None:
     """Return the sentence for the first mistake in a command line, or None. `is_training` is true for train.py."""
-    options = (_unknown_option(argument, is_training) for argument in arguments if argument.startswith("--"))
+    options = (_unknown_option(argument, is_training) for argument in arguments if argument.startswith("-"))
     return next(filter(None, options), None) or _empty_folder(arguments) or _unused_folder(arguments)
 
 
@@ -60,9 +62,10 @@ def _unknown_option(argument: str, is_training: bool) -> str | None:
     Jobs of a sweep get the options of the sweep except --multirun. With --multi, each job would start the sweep again.
     """
     option, _, value = argument.partition("=")
-    if option in (*FLAGS, "--"):
+    is_short = not option.startswith("--") and option.startswith(SHORT_FLAGS)
+    if is_short or option in (*FLAGS, "--"):
         return None
-    remedy, name = "write settings as key=value, without dashes (see --help)", option[2:].replace("-", "_")
+    remedy, name = "write settings as key=value, without dashes (see --help)", option.lstrip("-").replace("-", "_")
     if is_training and name in SETTINGS:
         remedy = f"write {SETTINGS[name]}={value or '...'}"
     elif is_training and name in OTHER_VALUES:
