@@ -211,6 +211,21 @@ def test_a_process_that_takes_too_long_is_a_failed_row(monkeypatch):
     assert rows[1]["message"] == "not done within timeout_s=600"
 
 
+def test_a_cell_takes_free_memory_in_pieces_unless_the_user_configures_the_allocator(monkeypatch):
+    configured = []
+
+    def start(command, env, **options):
+        configured.append(env["PYTORCH_ALLOC_CONF"])
+        return subprocess.CompletedProcess(command, 0, b"", b"")
+
+    in_process.start_by(monkeypatch, start)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    runner.measure("kernels", {"letter": "a"}, SMOKE)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:cudaMallocAsync")
+    runner.measure("kernels", {"letter": "a"}, SMOKE)
+    assert configured == ["expandable_segments:True", "backend:cudaMallocAsync"]
+
+
 def raising(error):
     def measure(cell, gpu, settings):
         print("a library's output, which is not a row")
