@@ -7,10 +7,9 @@ from errors import values_in
 FLAGS = (
     *("--help", "--hydra-help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun", "--info"),
     *("--shell-completion", "--config-path", "--config-name", "--config-dir", "--experimental-rerun"),
+    *("-h", "-c", "-p", "-r", "-m", "-i", "-sc", "-cp", "-cn", "-cd", "-er"),
 )
 """The options of Hydra."""
-SHORT_FLAGS = "-h", "-c", "-cp", "-cn", "-cd", "-p", "-r", "-m", "-i", "-sc", "-er"
-"""Hydra's short options. A value may follow without a space."""
 SETTINGS = {
     "batch_size": "train.batch_size",
     "gradient_accumulation_steps": "train.grad_accumulation",
@@ -62,8 +61,7 @@ def _unknown_option(argument: str, is_training: bool) -> str | None:
     Jobs of a sweep get the options of the sweep except --multirun. With --multi, each job would start the sweep again.
     """
     option, _, value = argument.partition("=")
-    is_short = not option.startswith("--") and option.startswith(SHORT_FLAGS)
-    if is_short or option in (*FLAGS, "--"):
+    if option in (*FLAGS, "--"):
         return None
     remedy, name = "write settings as key=value, without dashes (see --help)", option.lstrip("-").replace("-", "_")
     if is_training and name in SETTINGS:
