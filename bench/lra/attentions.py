@@ -39,7 +39,10 @@ class Registered:
 
 @cache
 def _shared(name: str) -> Attention:
-    """Return the attention of that name. The layers share it as in GPT-2: torch compiles one block_sparse per model."""
+    """Return the attention of that name, always the same object.
+
+    torch.compile refuses a model whose layers have different objects of block_sparse.
+    """
     return VARIANTS[name]().build()
 
 
@@ -58,7 +61,7 @@ ATTENTIONS: dict[str, Callable[[EncoderConfig], Callable[..., Tensor]]] = {
 
 
 def build_attention(name: str, config: EncoderConfig) -> Callable[..., Tensor]:
-    """Return a new attention of that name. The approximate ones are nn.Modules.
+    """Return an attention of that name. The approximate ones are new nn.Modules, and the others are shared objects.
 
     Raises:
         UserError: the name is unknown, or the attention does not support config.context_length.

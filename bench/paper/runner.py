@@ -114,9 +114,10 @@ def missing(cells: list[dict], rows: list[dict]) -> list[dict]:
 def measure(table: str, cell: dict, settings: PaperSettings) -> list[dict]:
     """Measure a cell in a process of its own and return its rows. A failure of the process adds a row."""
     given = json.dumps({"cell": cell, "settings": asdict(settings)})
-    in_pieces = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}  # else free memory in pieces looks like OOM
+    # Otherwise a cell can run out of memory although enough memory is free, but in pieces.
+    allocator = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     on_cpu = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}  # the shapes are tiny
-    variables = in_pieces | os.environ | ({} if torch.cuda.is_available() else on_cpu)
+    variables = allocator | os.environ | ({} if torch.cuda.is_available() else on_cpu)
     command = [sys.executable, "-m", "bench.paper.worker", table]
     options = {"cwd": ROOT, "env": variables, "capture_output": True, "timeout": settings.timeout_s}
     try:

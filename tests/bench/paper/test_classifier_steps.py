@@ -125,6 +125,18 @@ def test_a_step_that_cannot_be_captured_is_timed_without_a_graph_and_its_row_say
     assert (row["graph"], row["message"]) == (False, "operation not permitted when stream is capturing")
 
 
+def test_a_failed_capture_gives_its_memory_back_before_the_step_is_timed(monkeypatch):
+    log, clock = [], Stopwatch()
+    clock.device = "cuda"
+    monkeypatch.setattr(classifier_steps, "warm_step", lambda row, *rest: row.update)
+    monkeypatch.setattr(classifier_steps, "captured", lambda step, row, pool: step(graph=False) or step)
+    monkeypatch.setattr(classifier_steps, "take_turns", lambda *given: log.append("time"))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(clock, "release", lambda: log.append("release"), raising=False)
+    classifier_steps.time_steps([step_row("naive", 2)], TASK, "eager", clock, 1)
+    assert log == ["release", "release", "time"]  # after the warm-up and after the capture
+
+
 def test_a_step_whose_graph_does_not_fit_is_timed_without_a_graph(monkeypatch):
     capturing(monkeypatch, RuntimeError("CUDA error: out of memory"))
     row = step_row("naive", 2)
