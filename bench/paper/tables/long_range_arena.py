@@ -189,8 +189,8 @@ def graph_note(rows: list[dict]) -> str:
     """Return whether the steps are CUDA graphs, and why some are not."""
     if not any(row["graph"] is not None for row in rows):
         return ""
-    queued = [row for row in rows if row["status"] == "ok" and row["graph"] is False]
-    failed = dict.fromkeys(f"{title_of(row['attention'])}: {row['message']}" for row in queued)
+    not_graphs = [row for row in rows if row["status"] == "ok" and row["graph"] is False]
+    failed = dict.fromkeys(f"{title_of(row['attention'])}: {row['message']}" for row in not_graphs)
     stars = f" *: not a graph, because the capture failed ({'; '.join(failed)})." if failed else ""
     return f"Steps are CUDA graphs.{stars}"
 
@@ -248,10 +248,8 @@ def accuracy_parts(rows: list[dict]) -> list[str]:
         theirs = [f"{x:.1f}" for x in PAPER[name][1]] if name in PAPER and seed == SEED else ["-"] * len(TABLE_3)
         lines.append([f"`{name}`" + (f", seed {seed}" if seed != SEED else ""), *ours, *theirs])
     steps = {TITLES[row["task"]]: f"{row['steps']:,}" for row in learned}
-    drawn = (
-        "Our own generator draws the Pathfinder images, so compare their accuracies only with each other. The budget "
-    )
-    drawn += "of Pathfinder is too long to train all attentions."
+    drawn = "Our own generator draws the Pathfinder images, so compare their accuracies only with each other. "
+    drawn += "A run on Pathfinder is long, so only three attentions are trained."
     header = ["accuracy, %", *(TITLES[task] for task in TABLE_3), *(f"paper: {TITLES[task]}" for task in TABLE_3)]
     notes = [
         f"Test accuracy. Steps: {', '.join(map(' '.join, steps.items()))}.",
@@ -272,4 +270,4 @@ def noise_note(rows: list[dict]) -> str:
     error = 100 * math.sqrt(share * (1 - share) / examples)
     text = f"With {examples:,} test examples, the standard error on ListOps is {error:.1f} points."
     spread = 100 * (max(of_seeds) - min(of_seeds))
-    return f"{text} {len(of_seeds)} seeds of `{NOISE}` differ by {spread:.1f} points." if spread else text
+    return f"{text} {len(of_seeds)} seeds of `{NOISE}` differ by up to {spread:.1f} points." if spread else text
