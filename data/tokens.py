@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from data import stdlib
-from data.config import DataConfig
+from data.config import SPLIT_KEYS, DataConfig
 from data.folders import LFS_POINTER
 from data.token_files import DTYPE, SPLITS, read_meta
 from data.tokenizers import vocab_size
@@ -23,6 +23,7 @@ FOREIGN = {
 }
 
 TEXT_KEYS = "source", "text_column", "document_start", "train_files", "val_files"  # only data.prepare reads them
+DEFAULTS = {field.name: field.default for field in fields(DataConfig)}
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,8 @@ def open_tokens(config: DataConfig) -> TokenSet:
         raise UserError(f"data={config.name} {problem}; set data={made} or another data.dir")
     if config.source is not None and meta and "source" in meta["source"]:
         _refuse_other_source(config.source, meta["source"]["source"], folder)
+    if meta and config.name not in ("stdlib", "tokens"):
+        _refuse_other_settings(config, meta["source"], folder)
     if meta and meta["tokenizer"] != config.tokenizer:
         problem = f"does not match {folder / 'meta.json'}, whose tokens are {meta['tokenizer']}'s"
         remedy = f"set data.tokenizer={meta['tokenizer']} or another data.dir"
@@ -81,9 +84,9 @@ def open_tokens(config: DataConfig) -> TokenSet:
 
 
 def _refuse_text(config: DataConfig) -> None:
-    """Raise UserError if a setting that only data.prepare reads differs from its default."""
-    defaults = {field.name: field.default for field in fields(DataConfig)}
-    given = {key: getattr(config, key) for key in TEXT_KEYS if getattr(config, key) != defaults[key]}
+    """Raise UserError if a setting that only data.prepare reads differs from its default. stdlib is split here."""
+    keys = TEXT_KEYS if config.name == "stdlib" else (*TEXT_KEYS, *SPLIT_KEYS)
+    given = {key: getattr(config, key) for key in keys if getattr(config, key) != DEFAULTS[key]}
     if not given:
         return
     unused = assigned(f"data.{next(iter(given))}", next(iter(given.values())))
@@ -102,6 +105,16 @@ def _refuse_other_source(source: str, made: object, folder: Path) -> None:
     else:
         problem = f"from {made}; prepare it in another data.dir, or leave data.source out"
     raise UserError(f"{assigned('data.source', source)}, but {folder} was made {problem}")
+
+
+def _refuse_other_settings(config: DataConfig, made: dict, folder: Path) -> None:
+    """Raise UserError if a setting of the text differs from its default and from the one that made the tokens."""
+    for key in (*TEXT_KEYS[1:], *SPLIT_KEYS):
+        value = getattr(config, key)
+        if key in made and value not in (DEFAULTS[key], made[key]):
+            given, before = assigned(f"data.{key}", value), assigned(f"data.{key}", made[key])
+            remedy = f"set {before}, or prepare the text in another data.dir"
+            raise UserError(f"{given}, but {folder} was prepared with {before}; {remedy}")
 
 
 def _is_same_place(*sources: str) -> bool:

@@ -250,6 +250,28 @@ def test_tokens_of_another_source_are_refused(tmp_path, monkeypatch):
         open_tokens(config(source=str(tmp_path / "b.jsonl")))
 
 
+def test_tokens_that_other_settings_made_are_refused(tmp_path, monkeypatch):
+    """data.val_fraction=0.5 once trained on tokens of another split without a word."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jsonl").write_text('{"text": "some text of this file"}\n' * 9)
+    config = partial(config_of, "o", name="text")
+    prepare(config(source="a.jsonl", val_fraction=0.2), log=lambda line: None)
+    assert open_tokens(config(val_fraction=0.2)).val.size == open_tokens(config()).val.size
+    remedy = "set data.val_fraction=0.2, or prepare the text in another data.dir"
+    with pytest.raises(UserError) as refusal:
+        open_tokens(config(val_fraction=0.5))
+    assert str(refusal.value) == f"data.val_fraction=0.5, but o was prepared with data.val_fraction=0.2; {remedy}"
+    with pytest.raises(UserError, match="data.text_column=body, but o was prepared with data.text_column=text"):
+        open_tokens(config(text_column="body"))
+
+
+def test_the_split_is_refused_by_tokens_and_not_by_the_standard_library(corpus):
+    with pytest.raises(UserError, match=r"data\.val_fraction=0\.5 is not used by data=tokens; prepare it with"):
+        open_tokens(config_of(corpus, name="tokens", val_fraction=0.5))
+    with pytest.raises(UserError, match="holds another corpus than the standard library"):
+        open_tokens(config_of(corpus, name="stdlib", val_fraction=0.5))
+
+
 @pytest.mark.parametrize(
     "source", [{"name": "wikitext-2", "source": None}, {"name": "wikitext-2"}], ids=["hub", "none"]
 )
