@@ -26,8 +26,10 @@ class LinearAttention(nn.Module):
 def kernel_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return q (k^T v) / (q sum k) of positive features q, k (B, H, T, F) and values v (B, H, T, D), in v's dtype.
 
-    The features are multiplied in v's dtype.
+    The features are multiplied in v's dtype. The mean of v is set apart, because the weights of a query sum to 1.
+    With the mean, the gradient of q would be the difference of two large products, and bf16 would lose the difference.
     """
     q, k = q.to(v.dtype), k.to(v.dtype)
+    mean = v.mean(2, keepdim=True)
     sums = k.sum(2, keepdim=True, dtype=wide_type(k)).to(v.dtype).mT
-    return ((q @ (k.mT @ v)) / wide(q @ sums)).to(v.dtype)
+    return ((q @ (k.mT @ (v - mean))) / wide(q @ sums)).to(v.dtype) + mean
