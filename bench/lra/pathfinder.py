@@ -55,7 +55,7 @@ class Sizes:
 
 
 def generate(count: int, size: int, rng: np.random.Generator) -> Drawing:
-    """Return drawings. Half of them are positive, up to a few."""
+    """Return drawings. About half of them are positive."""
     parts, found = [], 0
     while found < count:
         parts.append(_batch(Sizes(size), rng))
