@@ -10,7 +10,7 @@ import numpy as np
 from data import stdlib
 from data.config import SPLIT_KEYS, DataConfig
 from data.folders import LFS_POINTER
-from data.token_files import DTYPE, SPLITS, read_meta
+from data.token_files import DTYPE, SPLITS, differences, read_meta
 from data.tokenizers import vocab_size
 from errors import UserError, assigned
 
@@ -109,12 +109,11 @@ def _refuse_other_source(source: str, made: object, folder: Path) -> None:
 
 def _refuse_other_settings(config: DataConfig, made: dict, folder: Path) -> None:
     """Raise UserError if a setting of the text differs from its default and from the one that made the tokens."""
-    for key in (*TEXT_KEYS[1:], *SPLIT_KEYS):
-        value = getattr(config, key)
-        if key in made and value not in (DEFAULTS[key], made[key]):
-            given, before = assigned(f"data.{key}", value), assigned(f"data.{key}", made[key])
-            remedy = f"set {before}, or prepare the text in another data.dir"
-            raise UserError(f"{given}, but {folder} was prepared with {before}; {remedy}")
+    values = {key: getattr(config, key) for key in (*TEXT_KEYS[1:], *SPLIT_KEYS) if key in made}
+    given = {key: value for key, value in values.items() if value != DEFAULTS[key]}
+    if differing := differences(made, given):
+        remedy = "leave the setting out, or prepare the text in another data.dir"
+        raise UserError(f"data.dir={folder} was prepared with {differing}; {remedy}")
 
 
 def _is_same_place(*sources: str) -> bool:

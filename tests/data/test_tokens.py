@@ -257,11 +257,12 @@ def test_tokens_that_other_settings_made_are_refused(tmp_path, monkeypatch):
     config = partial(config_of, "o", name="text")
     prepare(config(source="a.jsonl", val_fraction=0.2), log=lambda line: None)
     assert open_tokens(config(val_fraction=0.2)).val.size == open_tokens(config()).val.size
-    remedy = "set data.val_fraction=0.2, or prepare the text in another data.dir"
+    problem = "data.dir=o was prepared with data.val_fraction=0.2, not data.val_fraction=0.5"
+    remedy = "leave the setting out, or prepare the text in another data.dir"
     with pytest.raises(UserError) as refusal:
         open_tokens(config(val_fraction=0.5))
-    assert str(refusal.value) == f"data.val_fraction=0.5, but o was prepared with data.val_fraction=0.2; {remedy}"
-    with pytest.raises(UserError, match="data.text_column=body, but o was prepared with data.text_column=text"):
+    assert str(refusal.value) == f"{problem}; {remedy}"
+    with pytest.raises(UserError, match=r"prepared with data\.text_column=text, not data\.text_column=body;"):
         open_tokens(config(text_column="body"))
 
 
