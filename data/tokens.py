@@ -2,6 +2,7 @@
 
 import os
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -23,7 +24,6 @@ FOREIGN = {
 }
 
 TEXT_KEYS = "source", "text_column", "document_start", "train_files", "val_files"  # only data.prepare reads them
-DEFAULTS = {field.name: field.default for field in fields(DataConfig)}
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,8 @@ def open_tokens(config: DataConfig) -> TokenSet:
 
 
 def _refuse_text(config: DataConfig) -> None:
-    """Raise UserError if a setting that only data.prepare reads differs from its default. stdlib is split here."""
-    keys = TEXT_KEYS if config.name == "stdlib" else (*TEXT_KEYS, *SPLIT_KEYS)
-    given = {key: getattr(config, key) for key in keys if getattr(config, key) != DEFAULTS[key]}
+    """Raise UserError if a setting is given that only data.prepare reads. Training itself splits the stdlib."""
+    given = _given(config, TEXT_KEYS if config.name == "stdlib" else (*TEXT_KEYS, *SPLIT_KEYS))
     if not given:
         return
     unused = assigned(f"data.{next(iter(given))}", next(iter(given.values())))
@@ -107,11 +106,16 @@ def _refuse_other_source(source: str, made: object, folder: Path) -> None:
     raise UserError(f"{assigned('data.source', source)}, but {folder} was made {problem}")
 
 
+def _given(config: DataConfig, keys: Iterable[str]) -> dict:
+    """Return the settings of these keys that differ from their defaults."""
+    defaults = {field.name: field.default for field in fields(DataConfig)}
+    return {key: getattr(config, key) for key in keys if getattr(config, key) != defaults[key]}
+
+
 def _refuse_other_settings(config: DataConfig, made: dict, folder: Path) -> None:
-    """Raise UserError if a setting of the text differs from its default and from the one that made the tokens."""
-    values = {key: getattr(config, key) for key in (*TEXT_KEYS[1:], *SPLIT_KEYS) if key in made}
-    given = {key: value for key, value in values.items() if value != DEFAULTS[key]}
-    if differing := differences(made, given):
+    """Raise UserError if a setting of the text is given, except the source, and another value made the tokens."""
+    known = [key for key in (*TEXT_KEYS, *SPLIT_KEYS) if key in made and key != "source"]
+    if differing := differences(made, _given(config, known)):
         remedy = "leave the setting out, or prepare the text in another data.dir"
         raise UserError(f"data.dir={folder} was prepared with {differing}; {remedy}")
 
