@@ -46,6 +46,12 @@ class Examples(NamedTuple):
     """(N,) int64."""
 
 
+def first_of(examples: Examples, count: int) -> Examples:
+    """Return the first `count` examples, or all if there are fewer."""
+    sequences = count * (len(examples.tokens) // len(examples.labels))
+    return Examples(examples.tokens[:sequences], examples.lengths[:sequences], examples.labels[:count])
+
+
 @dataclass(frozen=True)
 class Source:
     """A dataset on the hub and the files of each split."""

@@ -1,4 +1,4 @@
-"""Train a classifier on a task of Long Range Arena and measure its accuracy on the test examples.
+"""Train a classifier on a task of Long Range Arena and measure its accuracy on test and training examples.
 
 Batch sizes, steps and learning rates are from Xiong et al., as are AdamW without weight decay, a linear warm-up and a
 linear decay. docs/lra.md lists the differences from their code. Each epoch has a new order of the examples. Matrix
@@ -27,7 +27,7 @@ from torch import Tensor
 from bench.common.command_line import check_choice, check_positive, launch
 from bench.lra.attentions import ATTENTIONS, UNPADDED, build_attention
 from bench.lra.config import EncoderConfig
-from bench.lra.datasets import Examples, load
+from bench.lra.datasets import Examples, first_of, load
 from bench.lra.encoder import Classifier
 from bench.lra.tasks import TASKS, Task
 from trainer.precision import Compute, PrecisionConfig, choose_compute
@@ -37,12 +37,20 @@ CAPTURED = 2
 
 
 class Score(NamedTuple):
-    """How a model does on the test examples."""
+    """How a model does on some examples."""
 
     accuracy: float
     """Share of the examples whose largest logit is the label's."""
     loss: float
     """Mean cross-entropy in nats."""
+
+
+class Scores(NamedTuple):
+    """How a model does after training. A model that scores much better on `train` than on `test` overfits."""
+
+    test: Score
+    train: Score
+    """On the first training examples, as many as there are test examples."""
 
 
 @dataclass
@@ -73,13 +81,15 @@ class TrainingSettings:
 
 
 def run(settings: TrainingSettings) -> None:
-    """Train, and print the accuracy."""
+    """Train, and print the scores."""
     task, compute = TASKS[settings.task], choose_compute(settings.device, PrecisionConfig("auto"))
     build_attention(settings.attention_name, shape_of(task))  # refuse an unsuitable length before the data are read
     train_set, test_set = (load(task, split, source=settings.source) for split in ("train", "test"))
     options = {"steps": settings.steps, "seed": settings.seed, "compiled": settings.compile}
-    score = train_and_evaluate(task, settings.attention_name, train_set, test_set, compute, **options)
-    print(f"{task.name}, {settings.attention_name}: accuracy {100 * score.accuracy:.2f} %, loss {score.loss:.4f}")
+    scores = train_and_evaluate(task, settings.attention_name, train_set, test_set, compute, **options)
+    print(f"{task.name}, {settings.attention_name}:")
+    for examples, score in (("test", scores.test), ("training", scores.train)):
+        print(f"  {examples} examples: accuracy {100 * score.accuracy:.2f} %, loss {score.loss:.4f}")
 
 
 def shape_of(task: Task) -> EncoderConfig:
@@ -97,8 +107,8 @@ def train_and_evaluate(
     steps: int | None = None,
     seed: int = 1,
     compiled: bool = False,
-) -> Score:
-    """Train a new classifier and return its score on the test examples.
+) -> Scores:
+    """Train a new classifier and return its scores on test examples and on training examples.
 
     Args:
         task: gives the shape, the batch size, the learning rate, and the steps if `steps` is None.
@@ -118,7 +128,8 @@ def train_and_evaluate(
     batches = _Batches(task, train_set, compute.device).shuffled(seed)
     as_graph = compute.device.type == "cuda" and attention != UNPADDED  # its number of tokens changes
     _train(model, batches, task, steps or task.steps, compute, compiled, as_graph)
-    return _evaluate(model, _Batches(task, test_set, compute.device), compute)
+    seen = first_of(train_set, len(test_set.labels))
+    return Scores(*(_evaluate(model, _Batches(task, part, compute.device), compute) for part in (test_set, seen)))
 
 
 class _Batches:
@@ -213,7 +224,7 @@ def _captured(gradients: Callable, batch: tuple[Tensor, Tensor | None, Tensor]) 
 
 @torch.no_grad()
 def _evaluate(model: Classifier, batches: _Batches, compute: Compute) -> Score:
-    """Return the score. This uses the model without torch.compile, which would compile again for the last batch."""
+    """Return the score on all batches, without torch.compile, which would compile again for the last batch."""
     model.eval()
     right = loss = torch.zeros((), device=compute.device)
     for tokens, lengths, labels in batches.in_order():

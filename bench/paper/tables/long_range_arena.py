@@ -102,14 +102,15 @@ def measure_batches(cell: dict, gpu: Gpu, settings: PaperSettings) -> Iterator[d
 
 
 def measure_accuracy(cell: dict, gpu: Gpu, settings: PaperSettings) -> Iterator[dict]:
-    """Yield one row with the accuracy on the test examples. The smoke size trains on random tokens."""
+    """Yield one row with the scores of a trained classifier. The smoke size trains on random tokens."""
     task = task_of(cell, settings)
     compute = Compute(torch.device(gpu.device), torch.bfloat16)
     splits = [examples_of(task, split, settings) for split in ("train", "test")]
     compiled = settings.size == "full" and cell["task"] in COMPILED_TASKS
     run = {"steps": cell["steps"], "seed": cell["seed"], "compiled": compiled}
-    score = train_and_evaluate(task, cell["attention"], *splits, compute, **run)
-    yield {"accuracy": score.accuracy, "loss": score.loss, "status": "ok"}
+    test, train = train_and_evaluate(task, cell["attention"], *splits, compute, **run)
+    scores = {"accuracy": test.accuracy, "loss": test.loss, "train_accuracy": train.accuracy, "train_loss": train.loss}
+    yield {**scores, "status": "ok"}
 
 
 def examples_of(task: Task, split: str, settings: PaperSettings) -> Examples:
@@ -257,6 +258,7 @@ def accuracy_parts(rows: list[dict]) -> list[str]:
         "A dash: not trained. Text, Retrieval and Image need files from other sites. Paper: table 3, tuned for each "
         "attention.",
         drawn if any(row["task"] == "pathfinder" for row in learned) else "",
+        training_note(learned),
     ]
     return [table(header, lines), " ".join(filter(None, notes))]
 
@@ -271,3 +273,15 @@ def noise_note(rows: list[dict]) -> str:
     text = f"With {examples:,} test examples, the standard error on ListOps is {error:.1f} points."
     spread = 100 * (max(of_seeds) - min(of_seeds))
     return f"{text} {len(of_seeds)} seeds of `{NOISE}` differ by up to {spread:.1f} points." if spread else text
+
+
+def training_note(rows: list[dict]) -> str:
+    """Return the accuracies on training examples. Older rows have none."""
+    scored = [row for row in rows if row.get("train_accuracy") is not None]
+    of_task = {}
+    for row in scored:
+        seed = f" with seed {row['seed']}" if row["seed"] != SEED else ""
+        text = f"`{row['attention']}`{seed} {100 * row['train_accuracy']:.1f} %"
+        of_task.setdefault(TITLES[row["task"]], []).append(text)
+    texts = "; ".join(f"{task}: {', '.join(accuracies)}" for task, accuracies in of_task.items())
+    return f"Accuracy on as many training examples: {texts}." if texts else ""

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bench.lra import training
-from bench.lra.datasets import Examples
+from bench.lra.datasets import Examples, first_of
 from bench.lra.tasks import TASKS, Task
 from bench.lra.training import TrainingSettings, rate_share, train_and_evaluate
 from errors import UserError
@@ -44,10 +44,18 @@ def one_thread():
 
 def test_a_rule_is_learned_and_shuffled_labels_are_not():
     learned = train_and_evaluate(TINY, "naive", TRAIN, TEST, CPU)
-    assert learned.accuracy > 0.95 and learned.loss < 0.2
+    assert all(score.accuracy > 0.95 and score.loss < 0.2 for score in learned)
     shuffled = TRAIN._replace(labels=np.random.default_rng(2).permutation(TRAIN.labels))
-    guessed = train_and_evaluate(TINY, "naive", shuffled, TEST, CPU)
+    guessed = train_and_evaluate(TINY, "naive", shuffled, TEST, CPU).test
     assert 0.35 < guessed.accuracy < 0.65 and guessed.loss > 0.6
+
+
+def test_a_model_that_overfits_scores_better_on_its_training_examples():
+    """The labels are random, so the model can only remember examples. The scored ones are among them."""
+    few = first_of(TRAIN, 32)
+    few = few._replace(labels=np.random.default_rng(0).permutation(few.labels))
+    scores = train_and_evaluate(TINY, "naive", few, TEST, CPU)
+    assert scores.train.accuracy > 0.9 and scores.test.accuracy < 0.7
 
 
 def test_a_pair_is_two_documents_that_follow_each_other():
@@ -57,13 +65,13 @@ def test_a_pair_is_two_documents_that_follow_each_other():
         Examples(x.tokens[:n], x.lengths[:n], x.labels[1:n:2])
         for x, n in ((TRAIN, len(TRAIN.labels) // 2 * 2), (TEST, len(TEST.labels) // 2 * 2))
     )
-    assert train_and_evaluate(task, "linear", train_set, test_set, CPU).accuracy > 0.9
+    assert all(score.accuracy > 0.9 for score in train_and_evaluate(task, "linear", train_set, test_set, CPU))
 
 
 def test_a_seed_decides_the_weights_and_the_order():
     options = {"steps": 5}
     one, again, other = (train_and_evaluate(TINY, "linear", TRAIN, TEST, CPU, seed=s, **options) for s in (1, 1, 2))
-    assert one == again and one.loss != other.loss
+    assert one == again and one.test.loss != other.test.loss
 
 
 @pytest.mark.gpu
@@ -71,10 +79,10 @@ def test_a_seed_decides_the_weights_and_the_order():
 def test_a_cuda_graph_trains_as_steps_without_a_graph(monkeypatch, attention):
     """Lengths differ between batches, so a graph that keeps its first batch would learn nothing."""
     compute = choose_compute("cuda", PrecisionConfig("auto"))
-    graph = train_and_evaluate(TINY, attention, TRAIN, TEST, compute)
+    graph = train_and_evaluate(TINY, attention, TRAIN, TEST, compute).test
     captured = []
     monkeypatch.setattr(training, "_captured", lambda gradients, batch: captured.append(batch) or gradients)
-    without = train_and_evaluate(TINY, attention, TRAIN, TEST, compute)
+    without = train_and_evaluate(TINY, attention, TRAIN, TEST, compute).test
     assert len(captured) == 1 and graph.accuracy > 0.9 and graph.loss == pytest.approx(without.loss, abs=0.05)
 
 
@@ -100,11 +108,12 @@ def test_all_whole_batches_of_an_epoch_are_different_examples():
     assert lengths.tolist() == TRAIN.lengths.tolist() and labels.tolist() == TRAIN.labels.tolist()
 
 
-def test_the_command_prints_the_accuracy(capsys, monkeypatch):
+def test_the_command_prints_both_scores(capsys, monkeypatch):
     monkeypatch.setitem(TASKS, "tiny", TINY)
     monkeypatch.setattr(training, "load", lambda task, split, source: TRAIN if split == "train" else TEST)
     training.run(TrainingSettings("tiny", "linear", steps=2, compile=False, device="cpu"))
-    assert "tiny, linear: accuracy " in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "tiny, linear:\n  test examples: accuracy " in printed and "  training examples: accuracy " in printed
 
 
 def test_an_unsuitable_length_is_refused_before_the_data_are_read(monkeypatch):

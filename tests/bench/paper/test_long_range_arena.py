@@ -1,10 +1,9 @@
 """The table `lra`: its cells, and the Markdown of made-up rows."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from bench.lra.tasks import TASKS
+from bench.lra.training import Score, Scores
 from bench.paper import runner
 from bench.paper.classifier_steps import step_row
 from bench.paper.settings import PaperSettings
@@ -119,7 +118,10 @@ def test_accuracies_stand_beside_the_papers_and_the_seeds_show_the_noise():
     assert f"{error} 2 seeds of `flash2` differ by up to 0.9 points." in lines[-1]
     assert "Steps: ListOps 5,000, Pathfinder 62,400." in lines[-1] and "draws the Pathfinder images" in lines[-1]
     made = lra.markdown([learned("listops", "flash2", 0.3701)])
-    assert f"{error} A dash" in made and "Pathfinder images" not in made
+    assert f"{error} A dash" in made and "Pathfinder images" not in made and "training examples" not in made
+    seen = learned("pathfinder", "linformer", 0.57, seed=2) | {"train_accuracy": 0.987}
+    note = "Accuracy on as many training examples: Pathfinder: `linformer` with seed 2 98.7 %."
+    assert lra.markdown([*rows, seen]).endswith(note)
 
 
 @pytest.mark.parametrize("kind", ["step", "long", "accuracy"])
@@ -137,12 +139,13 @@ def test_an_accuracy_comes_from_training_with_the_cells_task_steps_and_seed(monk
 
     def train_and_evaluate(task, attention, train_set, test_set, compute, **options):
         asked.update(task=task, attention=attention, sets=(train_set, test_set), compute=compute, **options)
-        return SimpleNamespace(accuracy=0.36, loss=1.7)
+        return Scores(test=Score(accuracy=0.36, loss=1.7), train=Score(accuracy=0.4, loss=1.6))
 
     monkeypatch.setattr(lra, "train_and_evaluate", train_and_evaluate)
     monkeypatch.setattr(lra, "load", lambda task, split: (task.name, split))
     cell = lra.accuracy_cell("listops", "performer", FULL, seed=2)
-    assert list(lra.measure(cell, Stopwatch(), FULL)) == [{"accuracy": 0.36, "loss": 1.7, "status": "ok"}]
+    scores = {"accuracy": 0.36, "loss": 1.7, "train_accuracy": 0.4, "train_loss": 1.6}
+    assert list(lra.measure(cell, Stopwatch(), FULL)) == [{**scores, "status": "ok"}]
     assert asked["task"] == TASKS["listops"] and asked["sets"] == (("listops", "train"), ("listops", "test"))
     assert (asked["attention"], asked["steps"], asked["seed"], asked["compiled"]) == ("performer", 5000, 2, False)
     assert asked["compute"].precision == "bf16"
