@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 
@@ -44,6 +46,39 @@ def test_a_wrong_variant_is_a_failed_row_without_a_timing(wrong, message):
         assert failed["status"] == "failed" and message in failed["message"]
         assert failed["ms"] is failed["tflops"] is failed["peak_mib"] is None
         assert rows["flash2", pass_]["status"] == "ok"
+
+
+def right_once():
+    """Return an attention whose results are right in its first call only."""
+    calls = itertools.count()
+    return lambda q, k, v, **options: standard_attention(q, k, v, **options) * (1 if next(calls) == 0 else 1.1)
+
+
+def writes_once():
+    """Return an attention that computes only in its first call. Later it returns the memory of the first result."""
+    results = []
+
+    class Written(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, out):
+            results.append(out.clone())
+            return results[0].view_as(out)
+
+        @staticmethod
+        def backward(ctx, dout):
+            return dout
+
+    return lambda q, k, v, **options: Written.apply(standard_attention(q, k, v, **options))
+
+
+@pytest.mark.parametrize(
+    ("attend", "message"),
+    [(right_once, "out is off by"), (writes_once, "out is not finite")],
+    ids=["right once", "writes once"],
+)
+def test_a_variant_must_be_right_again_when_it_is_called_again(attend, message):
+    failed = measure({"flex": attend()})["flex", "forward"]
+    assert failed["status"] == "failed" and message in failed["message"] and failed["ms"] is None
 
 
 def test_three_times_math_attentions_error_is_allowed_and_four_times_for_fused_softmax():
