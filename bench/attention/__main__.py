@@ -101,6 +101,9 @@ def run(settings: AttentionSettings) -> None:
         rows = measure_all(shapes, variants, Gpu(), settings.rounds, out)
         if out:
             charts.draw(rows, out, environment())
+        for row in rows:
+            if (row["variant"], row["status"]) == (settings.function, "failed"):
+                raise UserError(f"function={settings.function} failed in a timed shape: {row['message']}; see the rows")
     elif not counts["ok"] + counts["wrong"]:  # a shape that is timed is also checked, so timing needs no such case
         raise UserError(f"function={settings.function} supports none of the cases; see the reasons above")
     if wrong := counts["wrong"]:

@@ -2,7 +2,7 @@
 
 The function is called as function(q, k, v, causal=..., scale=...) with q (B, T, H, D), k and v (B, T, G, D). If it has
 the keywords cu_seqlens and dropout_p, they are checked too. A result of another shape or dtype, a missing gradient and
-a changed input are wrong. Every exception counts as "unsupported".
+a changed input are wrong. Every exception counts as "unsupported", unless the GPU does not work any more.
 
 B batch, T sequence length, H query heads, G key/value heads, D head size.
 """
@@ -20,6 +20,7 @@ from torch import Tensor
 from bench.attention.accuracy import WrongResult, check, check_output, in_chunks, judge, pick, truth_of
 from bench.attention.contenders import bind, draw_inputs
 from bench.attention.shapes import DTYPES, AttentionShape
+from errors import UserError, first_line
 from kernels.naive.definition import standard_attention, visible
 from model.attention import Attention, Custom, load_function
 
@@ -49,6 +50,7 @@ def count_cases(name: str, function: Custom, device: str) -> Counter[str]:
         line = f"{dtype:10}{label:24}"
         for head_dim in HEAD_DIMS:
             status, text = outcome_of(function, partial(error_of, dtype, head_dim))
+            check_gpu(f"{function.name} ended the work of the GPU at {dtype}, {label}, head size {head_dim}")
             counts[status] += 1
             line += f"{text if status == 'ok' else status:>13}"
             if status != "ok":
@@ -70,6 +72,19 @@ def outcome_of(function: Custom, error_of: Callable[[], float]) -> tuple[str, st
         return "wrong", str(error)
     except Exception as error:
         return "unsupported", function.explain(error)
+
+
+def check_gpu(what: str) -> None:
+    """Raise a UserError that begins with `what` if the GPU works no more, for example after an illegal memory access.
+
+    Until the process ends, all calls would fail with the same error.
+    """
+    if not torch.cuda.is_initialized():
+        return
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        raise UserError(f"{what} ({first_line(error)}); run the function alone under compute-sanitizer") from error
 
 
 def cases(name: str, function: Attention, device: str) -> list[tuple[str, Callable[[str, int], float]]]:
@@ -134,8 +149,8 @@ def with_dropout(name: str, function: Attention, device: str, dtype: str, head_d
     contender = bind(name, partial(function, dropout_p=DROPOUT), shape, inputs)
     out = contender.forward()
     check_output(out, inputs.q)
-    keep = out.detach().transpose(1, 2) != 0
-    check_kept(keep.tril())
+    keep, again = (x.detach().transpose(1, 2) != 0 for x in (out, contender.forward()))
+    check_kept(keep.tril(), again.tril())
     truth = truth_of(shape, inputs)  # math attention takes no mask, so the yardstick is its error without dropout
     same_mask = partial(standard_attention, dropout_p=DROPOUT, keep=keep.flatten(0, 1)[:, None])
     picked = [pick(x, shape.kv_heads, truth.pairs).double() for x in inputs[:4]]
@@ -144,10 +159,11 @@ def with_dropout(name: str, function: Attention, device: str, dtype: str, head_d
     return contender.error
 
 
-def check_kept(keep: Tensor) -> None:
+def check_kept(keep: Tensor, again: Tensor) -> None:
     """Raise a WrongResult if dropout did not keep all causal pairs independently and with the right probability.
 
-    keep is (B, H, T, T) boolean. It says which probabilities are not 0, and is False above the diagonal.
+    keep and again are (B, H, T, T) boolean, from two calls. They say which probabilities are not 0, and are False above
+    the diagonal.
     """
     pairs = torch.arange(1, keep.shape[-1] + 1, device=keep.device).expand(keep.shape[:-1])  # of each query
     deviations = (keep.sum(-1) - pairs * (1 - DROPOUT)) / (pairs * DROPOUT * (1 - DROPOUT)) ** 0.5
@@ -157,3 +173,7 @@ def check_kept(keep: Tensor) -> None:
         raise WrongResult(
             f"dropout_p={DROPOUT} drops {share:.3f} of the probabilities, with {spread:.2f} times the spread of chance"
         )
+    for where, other in {"sequences": keep.roll(1, 0), "heads": keep.roll(1, 1), "calls": again}.items():
+        differing = (keep != other).sum().item() / pairs.sum().item()
+        if differing < DROPOUT:  # independent masks differ in almost twice this share
+            raise WrongResult(f"dropout_p={DROPOUT} drops nearly the same probabilities in different {where}")

@@ -45,6 +45,19 @@ def dropout_without_mask(q, k, v, *, causal, scale, dropout_p=0.0):
     return standard_attention(q, k, v, causal=causal and not dropout_p, scale=scale, dropout_p=dropout_p)
 
 
+def dropout_of_one_mask(q, k, v, *, causal, scale, dropout_p=0.0):
+    """Drop the same pairs in all heads and sequences."""
+    keep = (torch.rand(q.shape[1], k.shape[1]) >= dropout_p).expand(q.shape[0], q.shape[2], -1, -1).contiguous()
+    return standard_attention(q, k, v, causal=causal, scale=scale, dropout_p=dropout_p, keep=keep)
+
+
+def dropout_of_one_seed(q, k, v, *, causal, scale, dropout_p=0.0):
+    """Drop the same pairs in all calls."""
+    pairs = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
+    keep = torch.rand(pairs, generator=torch.Generator().manual_seed(0)) >= dropout_p
+    return standard_attention(q, k, v, causal=causal, scale=scale, dropout_p=dropout_p, keep=keep)
+
+
 class OtherMask(torch.autograd.Function):
     """Drop other probabilities in the backward pass than in the forward pass."""
 
@@ -83,6 +96,7 @@ def forward_only(q, k, v, *, causal, scale):
 
 
 DROPOUTS = [wrong_dropout, dropout_of_queries, dropout_without_mask, dropout_with_other_masks]
+DROPOUTS += [dropout_of_one_mask, dropout_of_one_seed]
 FUNCTIONS = [
     standard_attention,
     partly,
@@ -99,7 +113,7 @@ FUNCTIONS = [
 def kernels(monkeypatch):
     """Provide a module my_kernels with the functions, and a small matrix of cases."""
     module = types.ModuleType("my_kernels")
-    vars(module).update({function.__name__: function for function in FUNCTIONS + DROPOUTS})
+    vars(module).update({function.__name__: function for function in FUNCTIONS})
     monkeypatch.setitem(sys.modules, "my_kernels", module)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(function_check, "LENGTHS", (1, 63))
@@ -146,6 +160,8 @@ def test_a_wrong_result_is_found_and_ends_with_status_2(capsys):
         (dropout_of_queries, "times the spread of chance"),
         (dropout_without_mask, "out is off by"),
         (dropout_with_other_masks, "dq is off by"),
+        (dropout_of_one_mask, "drops nearly the same probabilities in different sequences"),
+        (dropout_of_one_seed, "drops nearly the same probabilities in different calls"),
     ],
 )
 def test_wrong_dropout_is_found(function, reason, capsys):
@@ -179,3 +195,23 @@ def test_on_a_gpu_the_function_is_measured_under_its_own_name(monkeypatch, capsy
     attention.run(AttentionSettings(function="my_kernels:partly", variants=["flash2"]))
     attention.run(AttentionSettings(function="my_kernels:partly", check=True))
     assert [list(variants) for variants in measured] == [["flash2", "my_kernels:partly"]]
+
+
+def test_a_function_that_fails_in_a_timed_shape_ends_with_status_2(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(attention, "check_function", lambda name, device: Counter(ok=1))
+    failed = {"variant": "my_kernels:partly", "status": "failed", "message": "out is off by 1"}
+    others = [{"variant": "flash2", "status": "failed"}, {"variant": "my_kernels:partly", "status": "oom"}]
+    monkeypatch.setattr(attention, "measure_all", lambda *given: [*others, failed])
+    with pytest.raises(UserError, match="function=my_kernels:partly failed in a timed shape: out is off by 1; see"):
+        attention.run(AttentionSettings(function="my_kernels:partly", seq_len=64))
+
+
+def test_a_crash_of_the_gpu_ends_the_check_and_names_the_case(monkeypatch, capsys):
+    def synchronize():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be ...")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    with pytest.raises(UserError, match="ended the work of the GPU at bfloat16, causal, length 1, head size 40 "):
+        check("partly", capsys)
