@@ -9,10 +9,8 @@ from functools import partial
 
 import torch
 
-from bench.attention.shapes import AttentionShape
 from bench.common.formatting import cost_text, speed_text
 from bench.common.timing import Gpu
-from bench.paper.attentions import check_attention
 from bench.paper.settings import PaperSettings
 from bench.training.steps import alternate, search
 from bench.training.trainers import Trainer, TrainingCell, huggingface, ours
@@ -35,11 +33,6 @@ def measure(cell: dict, gpu: Gpu, settings: PaperSettings) -> Iterator[dict]:
     torch.backends.cuda.matmul.allow_tf32 = True  # as nanoGPT sets it
     trained = TrainingCell(cell["model"], cell["context_length"], (cell["batch_size"],))
     trainer = Trainer(cell["trainer"], cell["attention"], cell["compiled"])
-    if trainer.name == "ours":
-        shape = trained.shape()
-        sizes = {"batch": 1, "seq_len": cell["context_length"], "heads": shape.n_head, "head_dim": shape.head_dim}
-        check_attention(trainer.attention, AttentionShape(trained.name, **sizes, packed=True), gpu)
-        gpu.release()
     build = partial({"ours": ours, "huggingface": huggingface}[trainer.name], trained, trainer, gpu.device)
     rows, best = search(trained, trainer, build, gpu)
     alternate(trained, [best] if best else [], ROUNDS[settings.size], gpu)

@@ -18,13 +18,17 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 import train
+from bench.attention.accuracy import check, truth_of
+from bench.attention.contenders import bind, draw_inputs
+from bench.attention.shapes import AttentionShape
 from bench.common.command_line import check_choice
 from bench.common.results import ROOT
 from conf.schema import Config, TrainConfig
 from data.config import DataConfig
 from data.loader import TrainLoader
 from errors import UserError, described
-from model.attention import VARIANTS, CustomConfig, build_attention
+from kernels.flash2 import flash2
+from model.attention import VARIANTS, Attention, CustomConfig, build_attention
 from model.gpt2 import GPT2, ModelConfig
 from trainer.build import compile_model
 from trainer.distributed.parallel import data_parallel, shard
@@ -38,6 +42,7 @@ from trainer.state import TrainState
 VOCABULARY = 50257
 PADDED = 50304  # The peers do not pad their vocabulary, and the unpadded matrix products would be slow.
 DTYPE = torch.bfloat16
+CHECKED_LENGTH = 16384  # the time of the reference grows with the square of the length
 NANOGPT_REMEDY = "give the model.py of karpathy/nanoGPT"
 
 
@@ -197,11 +202,16 @@ def ours(
     max_steps: int = 1200,
     world: World = ALONE,
 ) -> OurJob:
-    """Return train.py's job in this process of `world`, on random tokens unless a loader is given."""
+    """Return train.py's job in this process of `world`, on random tokens unless a loader is given.
+
+    Raises:
+        WrongResult: the attention is far from the fp64 reference.
+    """
     checkpointing = cell.activation_checkpointing
     settings = TrainConfig(activation_checkpointing=checkpointing, compile=trainer.compiled, max_steps=max_steps)
     variant, _, function = trainer.attention.partition(":")
     attention = CustomConfig(function=function) if function else VARIANTS[variant]()
+    check_attention(build_attention(attention), cell, trainer, device)
     data = DataConfig(name="tokens", dir="", tokenizer="gpt2")
     config = Config(attention=attention, model=cell.shape(), data=data, train=settings)
     compute = Compute(torch.device(device), DTYPE, world, fp8=trainer.precision == "fp8")
@@ -211,6 +221,20 @@ def ours(
     optimizer, synthetic = build_optimizer(model, config.optimizer), RandomTokens(cell.context_length, device)
     state = TrainState(model, optimizer, compute.grad_scaler(), loader or synthetic, "gpt2")
     return OurJob(data_parallel(compile_model(model, settings, compute), world), state, config, compute, synthetic)
+
+
+def check_attention(attend: Attention, cell: TrainingCell, trainer: Trainer, device: str) -> None:
+    """Compare an attention with the fp64 reference on one sequence of the cell, or on its first CHECKED_LENGTH tokens.
+
+    Raises:
+        WrongResult: the error is too large.
+    """
+    config, length = cell.shape(), min(cell.context_length, CHECKED_LENGTH)
+    heads = {"heads": config.n_head, "kv_heads": config.kv_heads, "head_dim": config.head_dim}
+    shape = AttentionShape(cell.name, 1, length, **heads, packed=config.kv_heads == config.n_head)
+    inputs = draw_inputs(shape, device)
+    attend = flash2 if trainer.attention == "flash2" else attend  # bind calls flash2_packed, as the model does
+    check(bind(trainer.attention, attend, shape, inputs), shape, truth_of(shape, inputs))
 
 
 class PeerJob(Job):

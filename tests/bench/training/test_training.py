@@ -375,34 +375,6 @@ def test_fp8_is_measured_where_gpu_and_packages_allow_it(monkeypatch, tmp_path, 
     assert list(map(str, chosen)) == ["ours:flash2", *added]
 
 
-def test_own_function_is_measured_beside_the_others():
-    settings = TrainingSettings(function="my_module:my_attention")
-    chosen = compare.chosen_trainers(settings, TrainingCell("gpt2", 2048, (1,)))
-    assert chosen[0].attention == "flash2"
-    assert list(map(str, chosen[1:])) == [f"ours:custom:my_module:my_attention{how}" for how in ("", ":eager")]
-
-
-def test_own_function_trains_like_the_variant_that_it_calls(cell, tmp_path, monkeypatch):
-    code = "from kernels.naive.definition import standard_attention\n\n"
-    code += (
-        "def attention(q, k, v, *, causal, scale):\n    return standard_attention(q, k, v, causal=causal, scale=scale)"
-    )
-    (tmp_path / "own_kernel.py").write_text(code)
-    monkeypatch.syspath_prepend(tmp_path)
-    losses = []
-    for attention in ("naive", "custom:own_kernel:attention"):
-        torch.manual_seed(0)
-        losses.append(trainers.ours(cell, Trainer("ours", attention, False), "cpu").step(2)[0].item())
-    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
-
-
-def test_a_function_that_does_not_exist_is_refused():
-    with pytest.raises(UserError, match="function=nowhere:attention names module nowhere, which Python does not find"):
-        compare.run(TrainingSettings(function="nowhere:attention"))
-    with pytest.raises(UserError, match="function=math:sqrt cannot be called as"):
-        compare.run(TrainingSettings(function="math:sqrt"))
-
-
 def test_only_complete_measurements_replace_the_published_results():
     some = ({"cells": ["gpt2_1k"]}, {"trainers": ["ours:flash2"]}, {"batches": [4]})
     assert all(TrainingSettings(**given).is_partial() for given in (*some, {"function": "a:b"}))
