@@ -7,10 +7,11 @@ from functools import partial
 import torch
 from torch import nn
 
+from bench.attention.accuracy import check, truth_of
+from bench.attention.contenders import bind, draw_inputs
 from bench.attention.shapes import AttentionShape
 from bench.common.formatting import cost_text, speed_text, table, value_text
 from bench.common.timing import Gpu, recorded
-from bench.paper.attentions import check_attention
 from bench.paper.bert_model import Batch, Bert, BertConfig, draw_batch, draw_lengths, step_flops
 from bench.paper.settings import PaperSettings
 from bench.training.steps import steps_of
@@ -40,8 +41,7 @@ def measure(cell: dict, gpu: Gpu, settings: PaperSettings) -> Iterator[dict]:
     """Yield a row for each batch until the speed falls or memory runs out. The fastest has best=True."""
     torch.backends.cuda.matmul.allow_tf32 = True
     (config, batches), name = SIZES[settings.size], cell["attention"]
-    sizes = {"seq_len": config.context_length, "heads": config.n_head, "head_dim": config.head_dim}
-    check_attention(name, AttentionShape("bert", batch=1, **sizes, causal=False, packed=True), gpu)
+    check_documents(name, config, gpu)
     gpu.release()
     with torch.device(gpu.device):
         model = Bert(config, build_attention(VARIANTS[name]()))
@@ -63,6 +63,21 @@ def measure(cell: dict, gpu: Gpu, settings: PaperSettings) -> Iterator[dict]:
     if measured:
         max(measured, key=speed_of)["best"] = True
     yield from rows
+
+
+def check_documents(name: str, config: BertConfig, gpu: Gpu) -> None:
+    """Compare an attention of two documents in one sequence with the fp64 reference.
+
+    Raises:
+        WrongResult: the error is too large.
+    """
+    length, cut = config.context_length, config.context_length // 3
+    shape = AttentionShape("bert", 1, length, config.n_head, config.head_dim, causal=False, packed=True)
+    inputs = draw_inputs(shape, gpu.device)
+    bounds = torch.tensor([0, cut, length], dtype=torch.int32, device=gpu.device)
+    is_second = torch.arange(length) >= cut
+    attend = partial(build_attention(VARIANTS[name]()), cu_seqlens=bounds)
+    check(bind(name, attend, shape, inputs), shape, truth_of(shape, inputs, is_second[:, None] == is_second))
 
 
 def compile_blocks(model: Bert, backend: str | Callable = "inductor") -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from bench.attention.accuracy import WrongResult
 from bench.common.timing import Cpu
 from bench.paper.bert_model import Bert, BertConfig, draw_batch, draw_lengths, masked_tokens, step_flops
 from bench.paper.settings import PaperSettings
@@ -153,6 +154,16 @@ def test_the_search_ends_when_the_speed_falls_or_memory_is_out(times, statuses, 
     assert [row["status"] for row in rows] == statuses
     assert [row["batch_size"] for row in rows if row["best"]] == [best] * (best is not None)
     assert rows[0]["tokens"] == sum(draw_lengths(28, 24))
+
+
+@pytest.mark.parametrize("name", bert.ATTENTIONS)
+def test_an_attention_that_ignores_where_documents_end_fails_the_check(name, monkeypatch):
+    bert.check_documents(name, TINY, Cpu())
+    attend = build_attention(VARIANTS[name]())
+    ignoring = lambda q, k, v, cu_seqlens, **options: attend(q, k, v, **options)  # noqa: E731
+    monkeypatch.setattr(bert, "build_attention", lambda config: ignoring)
+    with pytest.raises(WrongResult, match="out is off by"):
+        bert.check_documents(name, TINY, Cpu())
 
 
 def row(attention, padded, speed=None, batch=56, best=True):
