@@ -61,7 +61,8 @@ def run(settings: PaperSettings) -> None:
         for file in files.values():
             set_aside(file)
     results = {name: begin(file, settings) for name, file in files.items()}
-    pending = {name: missing(load_table(name).cells(settings), results[name]["rows"]) for name in names}
+    cells = {name: load_table(name).cells(settings) for name in names}
+    pending = {name: missing(cells[name], results[name]["rows"]) for name in names}
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, so that the cell's process ends too
     for name in names:
         try:
@@ -79,8 +80,8 @@ def run(settings: PaperSettings) -> None:
             if results[name]["rows"]:
                 publish(name, results[name], folder)
         print(f"\n{page(name, results[name])}\n{name}: written to {folder}/paper-{name}.*")
-    if failed := sum(row["status"] == "failed" for name in names for row in results[name]["rows"]):
-        print(f"{failed} rows failed; {settings.same_command} tries them again", file=sys.stderr)
+    if failed := sum(len(failures(cells[name], results[name]["rows"])) for name in names):
+        print(f"{failed} cells failed; {settings.same_command} tries them again", file=sys.stderr)
         sys.exit(1)
 
 
@@ -107,8 +108,14 @@ def belongs(row: dict, cell: dict) -> bool:
 
 def missing(cells: list[dict], rows: list[dict]) -> list[dict]:
     """Return the cells without rows and the cells that failed, because the reason may be gone."""
-    done = [{row["status"] for row in rows if belongs(row, cell)} for cell in cells]
-    return [cell for cell, statuses in zip(cells, done, strict=True) if not statuses or "failed" in statuses]
+    failed = failures(cells, rows)
+    return [cell for cell in cells if cell in failed or not any(belongs(row, cell) for row in rows)]
+
+
+def failures(cells: list[dict], rows: list[dict]) -> list[dict]:
+    """Return the cells with a failed row. The rows of other cells, which the settings leave out, do not count."""
+    failed = [row for row in rows if row["status"] == "failed"]
+    return [cell for cell in cells if any(belongs(row, cell) for row in failed)]
 
 
 def measure(table: str, cell: dict, settings: PaperSettings) -> list[dict]:

@@ -38,6 +38,10 @@ class PaperSettings:
         check_choice("table", self.table, [*TABLES, "all"])
         check_choice("size", self.size, ["full", "smoke"])
         check_positive(self, "steps", "timeout_s", most=1_000_000)
+        if self.tokens and self.table not in ("gpt2", "all"):
+            raise UserError(f"tokens={self.tokens} has no effect with table={self.table}; leave tokens out")
+        if self.steps != PaperSettings.steps and not self.tokens:
+            raise UserError(f"steps={self.steps} has no effect without tokens; add tokens=FOLDER, or leave steps out")
         if self.tokens:
             if not os.path.isfile(f"{self.tokens}/train.bin"):
                 raise UserError(f"tokens={self.tokens} has no train.bin; name a folder of tokens from data.prepare")

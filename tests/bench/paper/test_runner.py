@@ -130,6 +130,15 @@ def test_what_failed_is_tried_again_in_its_place_and_what_did_not_fit_is_not(mea
     ]
 
 
+def test_a_failure_of_a_cell_that_the_settings_leave_out_is_no_failure_of_this_run(measured):
+    runner.run(SMOKE)
+    results = json.loads(RESULTS.read_text())
+    left_out = {"letter": "z", "lengths": [1, 2], "status": "failed", "message": "timeout", "commit": "e"}
+    RESULTS.write_text(json.dumps(results | {"rows": [*results["rows"], left_out]}))
+    runner.run(SMOKE)
+    assert measured.letters == ["a", "b", "c"] and json.loads(RESULTS.read_text())["rows"][-1] == left_out
+
+
 def test_results_of_another_commit_are_refused_and_kept(measured, monkeypatch):
     monkeypatch.setenv("GIT_COMMIT", "first")
     runner.run(SMOKE)
@@ -267,6 +276,8 @@ def test_a_cell_really_has_a_process_of_its_own():
         ("size=huge", ["size=huge", "full, smoke"]),
         ("size=smoke steps=0", ["steps=0", "positive"]),
         ("size=smoke tokens=nowhere", ["tokens=nowhere has no train.bin"]),
+        ("table=io tokens=nowhere", ["tokens=nowhere has no effect with table=io", "leave tokens out"]),
+        ("table=gpt2 steps=5", ["steps=5 has no effect without tokens", "add tokens=FOLDER"]),
         ("size=smoke colour=red", ["colour", "table, size"]),
     ],
 )
