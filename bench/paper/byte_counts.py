@@ -103,6 +103,8 @@ def flash2_traffic(variant: str, n: int, d: int, arch: str, causal: bool) -> Byt
     plain = plain_traffic(n, d, tiles, share)
     if not fused:
         return plain
+    if not fused.fused:
+        raise ValueError(f"the separate backward kernels of Hopper at d={d} are not counted")
     prepare = 2 * row + stats + 2 * stats + 2 * row  # O, dO, logsumexp; both statistics; zeros in fp32
     key_tiles = share(fused.queries, fused.keys) * ceil(n / fused.keys)
     backward = prepare + 4 * row + key_tiles * (2 * row + 2 * stats + 4 * row) + 3 * row

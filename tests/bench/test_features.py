@@ -60,8 +60,15 @@ def test_scores_reach_ten_thousand():
     assert inputs["a single key"][1].shape[1] == 1
 
 
-def test_memory_is_counted_per_call():
-    assert [row["seq_len"] for row in features.memory_rows(Stopwatch(), rounds=1)] == [32, 64]
+def test_memory_of_inputs_and_results_is_not_counted(monkeypatch):
+    """The stopwatch has 1 MiB before the call and a peak of 4 MiB. Each of out, dq, dk and dv has 2 bytes a number."""
+    monkeypatch.setattr(features, "MEMORY_HEADS", 4)
+    monkeypatch.setattr(features, "HEAD_DIMS", (16,))
+    short, long = features.memory_rows(Stopwatch(), rounds=1)
+    assert (short["seq_len"], long["seq_len"]) == (32, 64)
+    assert short["extra_mib"] * 2**20 == 3 * 2**20 - 4 * 32 * 4 * 16 * 2
+    assert long["extra_mib"] * 2**20 == 3 * 2**20 - 4 * 64 * 4 * 16 * 2
+    assert long["bytes_per_query_and_head"] == (3 * 2**20 - 4 * 64 * 4 * 16 * 2) / 64 / 4
 
 
 def test_grouped_heads_have_fewer_parameters_and_a_smaller_cache(monkeypatch):

@@ -3,12 +3,16 @@
 from functools import partial
 from types import SimpleNamespace
 
+import pytest
 import torch
 
+from bench.attention.rows import empty_row
 from bench.paper import byte_counts
+from bench.paper.settings import PaperSettings
 from bench.paper.tables import hbm_traffic
 from kernels.flash2.tiles import PlainTiles, TileConfig, plain_tiles_for
 from model.attention import VARIANTS
+from tests.bench.stopwatch import Stopwatch
 
 TILES = PlainTiles(TileConfig(4, 4, 4, 1), TileConfig(2, 4, 4, 1), TileConfig(2, 8, 4, 1))
 
@@ -49,7 +53,7 @@ def test_flash2_moves_keys_for_each_tile_of_queries(monkeypatch):
 def test_flash2_on_hopper_adds_up_dq_for_each_tile_of_keys(monkeypatch):
     """Each of two tiles of keys moves Q, dO, both statistics, and dQ in fp32 in and out, 256. Before, O, dO and the
     logsumexp are read, and both statistics and 64 bytes of zeros are written. Then K, V, dK and dV; rounding dQ, 96."""
-    settings = {"forward": None, "backward": SimpleNamespace(queries=2, keys=4)}
+    settings = {"forward": None, "backward": SimpleNamespace(queries=2, keys=4, fused=True)}
     monkeypatch.setattr(byte_counts, "hopper_config_for", lambda pass_, *kind: settings[pass_])
     before = 64 + 32 + 64 + 64
     full, causal = (
@@ -135,3 +139,24 @@ def test_the_law_counts_the_keys_and_values_of_every_tile_of_queries():
     for queries in (16, 64):
         moved = byte_counts.tile_traffic(256, 64, TileConfig(queries, 64, 4, 1), 1.0, wgmma=False)["cached"]
         assert hbm_traffic.law(row | {"B_r": queries}) == 6 * (moved - 2 * 2 * 256 * 64 - 4 * 256)
+
+
+def test_gflops_of_matrix_products(monkeypatch):
+    """A product of 512 x 64 and 64 x 512 has 2 x 512 x 512 x 64 FLOPs, here for 3 heads. Standard attention has 2
+    products forward and 4 backward. flash2's backward computes S again, in 5 products. With a causal mask, 10 of the 16
+    blocks of 128 x 128 are computed."""
+    monkeypatch.setattr(hbm_traffic, "hbm_bytes", lambda *given: ({}, "no counters"))
+    monkeypatch.setattr(hbm_traffic, "attention_named", lambda name: None)
+
+    def measure_shape(shape, attentions, gpu, rounds, seen):
+        return [empty_row(shape, name, pass_) for name in attentions for pass_ in ("forward", "backward", "both")]
+
+    monkeypatch.setattr(hbm_traffic, "measure_shape", measure_shape)
+    sizes = {"batch": 1, "heads": 3, "seq_len": 512}
+    rows = hbm_traffic.measure_attentions(sizes, Stopwatch(), PaperSettings(size="smoke"))
+    gflops = {(row["variant"], row["causal"], row["pass"]): row["gflops"] for row in rows}
+    product = 2 * 512 * 512 * 64 * 3 / 1e9
+    assert gflops["naive", False, "forward"] == pytest.approx(2 * product)
+    assert gflops["naive", False, "backward"] == pytest.approx(4 * product)
+    assert gflops["flash2", False, "backward"] == pytest.approx(5 * product)
+    assert gflops["flash2", True, "forward"] == pytest.approx(2 * product * 10 / 16)
