@@ -24,7 +24,7 @@ from torch import Tensor
 from bench.attention.accuracy import NAMES, relative_error
 from bench.attention.shapes import HIDDEN, TOKENS
 from bench.common.command_line import check_choice, check_output_file, check_positive, launch
-from bench.common.results import environment, results_folder, write
+from bench.common.results import environment, results_folder, set_aside, write
 from bench.common.timing import Gpu, in_turn, median_milliseconds
 from bench.training.trainers import DTYPE, Trainer, TrainingCell, ours
 from errors import UserError
@@ -222,16 +222,19 @@ def run(settings: FeatureSettings) -> None:
     if not torch.cuda.is_available():
         raise UserError("bench.features finds no GPU; run it on a machine with a GPU")
     gpu, results = Gpu(), {"environment": environment()}
+    out = settings.out or (None if settings.only else results_folder() / "features.json")
     gpu.wake()
+    if out:
+        set_aside(out)
     for name in [settings.only] if settings.only else PARTS:
         results[name] = []
         for row in PARTS[name](gpu, settings.rounds):
             print(f"{name}: {row}", flush=True)
             results[name].append(row)
+        if out:
+            write(out, results)
         gpu.release()
-    if settings.out or not settings.only:
-        out = settings.out or results_folder() / "features.json"
-        write(out, results)
+    if out:
         print(f"written to {out}")
 
 

@@ -21,7 +21,7 @@ import torch
 
 from bench.common.command_line import check_choice, check_output_file, check_positive, launch
 from bench.common.console import print_rows
-from bench.common.results import ROOT, environment, results_folder, write
+from bench.common.results import ROOT, environment, results_folder, set_aside, write
 from bench.report.runs import read_runs
 from conf.schema import Config
 from errors import UserError, refuse
@@ -70,7 +70,8 @@ class ParitySettings:
     gpu: str | None = None
     """Folder under bench/results. null derives its name from the device."""
     out: Path | None = None
-    """File to write. null writes bench/results/<gpu>/parity.json."""
+    """File to write. null writes bench/results/<gpu>/parity.json, but only for the default variants. The old file is
+    renamed to *.json.old."""
 
     def __post_init__(self):
         check_positive(self, "steps")
@@ -98,16 +99,20 @@ def run(settings: ParitySettings) -> None:
         raise UserError("bench.parity finds no GPU; add -- device=cpu, which takes hours")
     work = Path(f"outputs/{datetime.now():%Y-%m-%d_%H-%M-%S}_parity").absolute()
     folders = {variant: work / re.sub(r"\W+", "-", variant) for variant in settings.variants}
-    out = settings.out or results_folder(settings.gpu) / "parity.json"
+    is_default = settings.variants == ParitySettings().variants
+    out = settings.out or (results_folder(settings.gpu) / "parity.json" if is_default else None)
     for variant, folder in folders.items():
         train(variant, folder, settings)
     rows = [summarise(variant, folder) for variant, folder in folders.items()]
-    write(out, {"environment": environment(), "rows": rows})
+    if out:
+        set_aside(out)
+        write(out, {"environment": environment(), "rows": rows})
     print_rows("training parity", rows, COLUMNS)
     losses = [row["val_loss"] for row in rows]
     spread = max(losses) - min(losses)
     wanted = "" if settings.tolerance is None else f" (at most {settings.tolerance} wanted)"
-    print(f"final validation losses spread over {spread:.4f} nats{wanted}; written to {out}")
+    written = f"; written to {out}" if out else ""
+    print(f"final validation losses spread over {spread:.4f} nats{wanted}{written}")
     if settings.tolerance is not None and spread > settings.tolerance:
         sys.exit(1)
 

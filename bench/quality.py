@@ -29,7 +29,7 @@ from rich.progress import track
 from torch import Tensor, nn
 
 from bench.common.command_line import check_choice, check_output_file, check_positive, launch
-from bench.common.results import ROOT, environment, results_folder, write
+from bench.common.results import ROOT, environment, results_folder, set_aside, write
 from bench.training.trainers import DTYPE, VOCABULARY, OurJob, Trainer, TrainingCell, ours
 from data.config import DataConfig
 from data.loader import TrainLoader, check_length
@@ -69,7 +69,7 @@ class QualitySettings:
     """cuda or cpu."""
     out: Path | None = None
     """File to write. null writes bench/results/<this GPU>/quality.json, or fp8-quality-<model_name>.json with
-    fp8=true."""
+    fp8=true. The old file is renamed to *.json.old at the start."""
 
     def __post_init__(self):
         models = sorted(file.stem for file in (ROOT / "conf" / "model").glob("*.yaml"))
@@ -120,6 +120,7 @@ def compare(settings: QualitySettings) -> float:
         judged, base, curves, file = "fp8", "bf16", curves_of_precisions, f"fp8-quality-{settings.model_name}.json"
     tokens = open_gpt2_tokens(settings.tokens, settings.context_length)
     out = settings.out or results_folder() / file
+    set_aside(out)
     about = {"environment": environment(), "model": cell.name, "batch_size": settings.batch}
     rows, ends, last = [], {}, max(1, settings.steps // 10)
     for seed in settings.seeds:

@@ -22,7 +22,7 @@ import torch
 
 from bench.common.command_line import check_choice, check_output_file, check_positive, launch
 from bench.common.console import print_rows
-from bench.common.results import ROOT, environment, results_folder, write
+from bench.common.results import ROOT, environment, results_folder, set_aside, write
 from bench.common.timing import Cpu, Gpu
 from bench.training.steps import complete
 from bench.training.trainers import Trainer, TrainingCell, ours
@@ -90,7 +90,8 @@ class ScalingSettings:
     device: str = "cuda"
     """cuda, or cpu to try the benchmark without a GPU."""
     out: Path | None = None
-    """File to write. null writes scaling.json in bench/results, in a folder such as h200x8."""
+    """File to write. null writes scaling.json in bench/results, in a folder such as h200x8, but only if all cells are
+    measured on 1 GPU and more with their own micro-batches. The old file is renamed to *.json.old at the start."""
 
     def __post_init__(self):
         check_positive(self, "gpus", "batch", "steps", "rounds", most=2**20)
@@ -102,10 +103,18 @@ class ScalingSettings:
         if self.device == "cuda" and max(self.gpus) > (seen := torch.cuda.device_count()):
             raise UserError(f"gpus={max(self.gpus)} exceeds the {seen} GPUs that torch sees; use fewer, or device=cpu")
 
+    def is_partial(self) -> bool:
+        """Return whether the results are incomplete and must not replace the published ones."""
+        return bool(self.cells or self.batch or 1 not in self.gpus or len(self.gpus) < 2)
+
 
 def run(settings: ScalingSettings) -> None:
     """Measure the cells and write the results after each row."""
-    out = settings.out or Path(f"{results_folder()}x{max(settings.gpus)}/scaling.json")
+    out = settings.out
+    if not (out or settings.is_partial()):
+        out = Path(f"{results_folder()}x{max(settings.gpus)}/scaling.json")
+    if out:
+        set_aside(out)
     results = {"environment": environment(), "rows": []}
     for name in settings.cells or CELLS:
         cell, rows = replace(CELLS[name], batch_size=settings.batch or CELLS[name].batch_size), []
@@ -113,11 +122,13 @@ def run(settings: ScalingSettings) -> None:
             rows.append(row := row_of(cell, gpus, settings))
             results["rows"].append(row)
             add_linear(rows)
-            write(out, results)
+            if out:
+                write(out, results)
             speed = f"{row['tokens_per_second']:,.0f} tokens/s" if row["status"] == "ok" else row["message"]
             print(f"{cell.name} on {gpus}: {row['status']}, {speed}", flush=True)
     print_rows("training on several GPUs", results["rows"], COLUMNS)
-    print(f"written to {out}")
+    if out:
+        print(f"written to {out}")
 
 
 def row_of(cell: ScalingCell, gpus: int, settings: ScalingSettings) -> dict:

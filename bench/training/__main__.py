@@ -80,7 +80,7 @@ class TrainingSettings:
     function: str | None = None
     """Your own attention, written module:function. It gets a compiled and an uncompiled row in each cell."""
     nanogpt: Path | None = None
-    """nanoGPT's model.py. null leaves nanoGPT out."""
+    """nanoGPT's model.py. null leaves nanoGPT out, and then the published results are not replaced."""
     batches: list[int] | None = None
     """Micro-batches to try instead of the cell's, for example [32,64]."""
     rounds: int = 5
@@ -106,7 +106,7 @@ class TrainingSettings:
 
     def is_partial(self) -> bool:
         """Return whether the results are incomplete and must not replace the published ones."""
-        return bool(self.cells or self.trainers or self.function or self.batches)
+        return bool(self.cells or self.trainers or self.function or self.batches or not self.nanogpt)
 
 
 def run(settings: TrainingSettings) -> None:

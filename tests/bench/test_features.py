@@ -1,6 +1,9 @@
 """bench.features without a GPU: small shapes, and a stopwatch for a clock."""
 
+import json
+
 import pytest
+import torch
 
 from bench import features
 from bench.common import timing
@@ -50,6 +53,23 @@ def test_errors_are_those_of_bf16_and_of_hard_inputs(monkeypatch):
     rows = list(features.error_rows(Stopwatch(), rounds=1))
     assert len(rows) == 8 and {row["variant"] for row in rows} == {"flash2", "sdpa_flash"}
     assert all(0 <= row[name] < 0.05 for row in rows for name in ("out", "dv"))
+
+
+def test_the_parts_before_a_failure_are_written_and_the_old_file_is_kept(tmp_path, monkeypatch):
+    def fails(gpu, rounds):
+        yield {"ms": 2}
+        raise torch.OutOfMemoryError("full")
+
+    out = tmp_path / "features.json"
+    out.write_text("published")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(features, "Gpu", Stopwatch)
+    monkeypatch.setattr(features, "environment", lambda: {"commit": "e"})
+    monkeypatch.setattr(features, "PARTS", {"speed": lambda gpu, rounds: [{"ms": 1}], "memory": fails})
+    with pytest.raises(torch.OutOfMemoryError):
+        features.run(features.FeatureSettings(out=out))
+    assert json.loads(out.read_text()) == {"environment": {"commit": "e"}, "speed": [{"ms": 1}]}
+    assert (tmp_path / "features.json.old").read_text() == "published"
 
 
 def test_scores_reach_ten_thousand():

@@ -76,6 +76,20 @@ def test_without_a_tolerance_all_runs_pass(tmp_path, monkeypatch, capsys):
     assert "spread over 1.0000 nats; written to" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("given", "files"),
+    [({}, ["parity.json", "parity.json.old"]), ({"variants": ["sdpa", "flash2"]}, ["parity.json"])],
+)
+def test_only_the_default_variants_replace_the_published_results(given, files, tmp_path, monkeypatch):
+    monkeypatch.setattr(parity, "train", lambda variant, folder, settings: write_run(folder, [4.0]))
+    monkeypatch.setattr(parity, "results_folder", lambda gpu: tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "parity.json").write_text("published")
+    parity.run(ParitySettings(settings=["device=cpu"], **given))
+    assert sorted(file.name for file in tmp_path.glob("parity*")) == files
+    assert (tmp_path / files[-1]).read_text() == "published"
+
+
 def test_settings_after_two_dashes_go_to_train_py(tmp_path, monkeypatch, capsys):
     """A failed run ends the program without a traceback, and does not write results."""
     out, commands = tmp_path / "parity.json", []

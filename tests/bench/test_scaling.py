@@ -22,6 +22,29 @@ def test_a_row_of_a_process(tmp_path, monkeypatch):
     assert len(row["samples"]) == 2 and row["peak_gib"] is None and row["tflops"] > 0 and row["mfu"] is None
 
 
+@pytest.mark.parametrize(
+    ("given", "files"),
+    [
+        ({}, ["scaling.json", "scaling.json.old"]),
+        ({"cells": ["gpt2_1k_ddp"]}, ["scaling.json"]),
+        ({"gpus": [2]}, ["scaling.json"]),
+        ({"batch": 4}, ["scaling.json"]),
+    ],
+)
+def test_only_complete_measurements_replace_the_published_results(given, files, tmp_path, monkeypatch):
+    folder = tmp_path / "h200x2"
+    folder.mkdir()
+    (folder / "scaling.json").write_text("published")
+    monkeypatch.setattr(scaling.torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(scaling, "results_folder", lambda: tmp_path / "h200")
+    row = {key: 1.0 for key in ("tokens_per_second", "tflops", "peak_gib")} | {"status": "ok"}
+    monkeypatch.setattr(scaling, "row_of", lambda cell, gpus, settings: row | {"gpus": gpus})
+    monkeypatch.setattr(scaling, "print_rows", lambda *given: None)
+    scaling.run(ScalingSettings(**{"gpus": [1, 2]} | given))
+    assert sorted(file.name for file in folder.iterdir()) == files
+    assert (folder / files[-1]).read_text() == "published"
+
+
 def test_the_speed_is_that_of_all_processes(monkeypatch):
     monkeypatch.setattr(scaling, "ours", lambda *_, world: SimpleNamespace(step=lambda batch: None))
     times = iter([7000.0, 100.0, 400.0, 200.0])  # the first step, and three windows
