@@ -10,6 +10,11 @@ FLAGS = (
     *("-h", "-c", "-p", "-r", "-m", "-i", "-sc", "-cp", "-cn", "-cd", "-er"),
 )
 """The options of Hydra."""
+PATHS = (
+    *("hydra.run.dir", "hydra.sweep.dir", "data.dir", "checkpoint.dir", "checkpoint.resume", "model.pretrained"),
+    *("checkpoint", "record", "to"),
+)
+"""The settings of all programs that name files and folders."""
 SETTINGS = {
     "batch_size": "train.batch_size",
     "gradient_accumulation_steps": "train.grad_accumulation",
@@ -52,7 +57,7 @@ OTHER_VALUES = {
 def slip_in(arguments: Sequence[str], is_training: bool) -> str | None:
     """Return the sentence for the first mistake in a command line, or None. `is_training` is true for train.py."""
     options = (_unknown_option(argument, is_training) for argument in arguments if argument.startswith("-"))
-    return next(filter(None, options), None) or _empty_folder(arguments) or _unused_folder(arguments)
+    return next(filter(None, options), None) or _empty_path(arguments) or _unused_folder(arguments)
 
 
 def _unknown_option(argument: str, is_training: bool) -> str | None:
@@ -81,12 +86,15 @@ def setting_meant(key: str, known: Collection[str]) -> str | None:
     return (SETTINGS | OTHER_VALUES).get(name) if is_training else None
 
 
-def _empty_folder(arguments: Sequence[str]) -> str | None:
-    """Return the sentence for an output folder without a name. Hydra would take the current folder."""
+def _empty_path(arguments: Sequence[str]) -> str | None:
+    """Return the sentence for a path without a name, such as an unset variable of the shell.
+
+    Hydra, or Python's pathlib, would take the current folder.
+    """
     for argument in arguments:
-        key, equals, folder = argument.lstrip("+").partition("=")
-        if key in ("hydra.run.dir", "hydra.sweep.dir") and equals and not folder.strip(" '\""):
-            return f"{argument} is empty; give a folder, or leave {key} out"
+        key, equals, path = argument.lstrip("+").partition("=")
+        if key in PATHS and equals and not path.strip(" '\""):
+            return f"{argument} is empty; give a path, or leave {key} out"
     return None
 
 

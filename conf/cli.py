@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from conf import schema
@@ -58,6 +59,8 @@ def launch(run: Callable[[Any], None], config_name: str, literal: str | None = N
             if processes > 1 and not _is_job_of_sweep():
                 start = f"start a single run with torchrun --nproc_per_node={processes}"
                 raise UserError(f"hydra.launcher.nproc_per_node={processes} needs -m; {start}")
+            if started()[0] and not is_output_dir_given():
+                _remove_if_empty(output_dir())  # the first process has another folder, and only that process writes
             _check_values(config, literal)
             run(OmegaConf.to_object(config) if typed else config)
         except Exception as error:
@@ -146,9 +149,15 @@ def is_output_dir_given() -> bool:
 
 
 def given_keys(group: str) -> set[str]:
-    """Return the keys of a group that the command line sets one by one. A choice, group=NAME, adds none."""
-    names = values_in(HydraConfig.get().overrides.task)
-    return {name.removeprefix(f"{group}.") for name in names if name.startswith(f"{group}.")}
+    """Return the keys of a group that the command line sets: group.KEY=... or group={KEY:...}. A choice adds none."""
+    given, keys = OverridesParser.create().parse_overrides(HydraConfig.get().overrides.task), set()
+    for override in given:
+        value = override.value()
+        if override.key_or_group == group and isinstance(value, dict):  # model={n_layer:3}
+            keys |= {str(key) for key in value}
+        elif override.key_or_group.startswith(f"{group}."):
+            keys.add(override.key_or_group.removeprefix(f"{group}."))
+    return keys
 
 
 def sweep_name() -> str | None:

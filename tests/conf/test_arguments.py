@@ -9,6 +9,7 @@ from hydra._internal.core_plugins.basic_launcher import BasicLauncherConf
 from hydra.core.config_store import ConfigStore
 from submitit import AutoExecutor
 
+from conf import cli
 from conf.arguments import OTHER_VALUES, SETTINGS, slip_in
 from conf.schema import Config
 from hydra_plugins import process_launcher
@@ -64,12 +65,18 @@ def test_an_output_folder_that_is_used_is_accepted(arguments):
     assert slip_in(arguments.split(), is_training=True) is None
 
 
-@pytest.mark.parametrize("argument", ["hydra.run.dir=", "++hydra.run.dir=''", "hydra.run.dir=' '", "hydra.sweep.dir="])
-def test_an_output_folder_without_a_name_is_refused(workplace, argument):
-    """The outputs once went to the current folder, without a word."""
+@pytest.mark.parametrize(
+    "argument",
+    [
+        *("hydra.run.dir=", "++hydra.run.dir=''", "hydra.run.dir=' '", "hydra.sweep.dir=", "data.dir=", "+data.dir=''"),
+        *("checkpoint.dir=", "checkpoint.resume=", "model.pretrained="),
+    ],
+)
+def test_a_path_without_a_name_is_refused(workplace, argument):
+    """The outputs, or the tokens, once went to the current folder, without a word."""
     sweep = ["-m"] if "sweep" in argument else []
     key = argument.lstrip("+").partition("=")[0]
-    assert refused(*sweep, *TINY, argument) == f"{argument} is empty; give a folder, or leave {key} out"
+    assert refused(*sweep, *TINY, argument) == f"{argument} is empty; give a path, or leave {key} out"
     assert [path.name for path in workplace.iterdir()] == ["tokens"]
 
 
@@ -149,3 +156,13 @@ def test_the_names_of_nanogpt_are_those_of_the_docs():
 @pytest.mark.parametrize("setting", sorted({*SETTINGS.values(), *OTHER_VALUES.values()} - {"hydra.run.dir"}))
 def test_the_settings_for_names_of_nanogpt_exist(setting):
     attrgetter(setting)(Config())
+
+
+@pytest.mark.parametrize(("rank", "given", "exists"), [(0, [], True), (1, [], False), (1, ["hydra.run.dir=run"], True)])
+def test_only_the_first_process_has_an_output_folder_of_its_own(workplace, monkeypatch, rank, given, exists):
+    """Each process that torchrun started left an empty folder in outputs during the run, and forever if killed."""
+    seen = []
+    monkeypatch.setattr(cli, "started", lambda: (rank, 2))
+    monkeypatch.setattr("sys.argv", ["train.py", *TINY, *given])
+    cli.launch(lambda config: seen.append(cli.output_dir().exists()), "config", typed=False)
+    assert seen == [exists]

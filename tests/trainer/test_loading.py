@@ -58,6 +58,8 @@ def test_a_size_on_the_command_line_is_not_passed_over(trained, other, exported)
         train("tuned", f"model.pretrained={source}", *STILL, *equal, "model.vocab_size=null").ok()
         for setting, found in (("n_layer=7", 2), ("n_head=1", 2), ("n_embd=64", 32), ("vocab_size=300", 257)):
             refused = train("new", f"model.pretrained={source}", *STILL, f"model.{setting}")
+            in_braces = train("new", f"model.pretrained={source}", *STILL, f"model={{{setting.replace('=', ':')}}}")
+            assert in_braces == refused
             sentence = f"model.{setting} contradicts model.pretrained={source}, which has {found}; leave"
             assert refused.code == 2
             assert refused.err == f"error: {sentence} model.{setting.partition('=')[0]} out\n"
