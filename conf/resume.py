@@ -6,6 +6,7 @@ from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from conf.cli import is_output_dir_given, output_dir, to_typed
@@ -40,9 +41,9 @@ def _merged(composed: DictConfig, state: State) -> DictConfig:
     """
     source = state["path"]
     overrides = OverridesParser.create().parse_overrides(HydraConfig.get().overrides.task)
-    choices = HydraConfig.get().runtime.choices
-    groups = [x for x in overrides if x.key_or_group in choices and x.value() is not None]
-    keys = [key for x in groups for key in _keys_of_choice(x.package or x.key_or_group, x.value())]
+    choices = {*HydraConfig.get().runtime.choices, "experiment"}  # a list, experiment=[a,b], is not among Hydra's
+    groups = [x for x in overrides if _group_of(x) in choices and x.value() is not None]
+    keys = [key for x in groups for key in _keys_of_choice(_group_of(x), x.value())]
     with of_this_version(state):
         stored = state["config"]
         if "${" in json.dumps(stored):
@@ -93,17 +94,34 @@ def _attention_of(stored: dict, source: str) -> AttentionConfig:
     return restore_attention(stored, None)
 
 
-def _keys_of_choice(group: str, choice: str) -> Iterator[str]:
-    """Yield the keys that a choice sets: its group, or the keys in the file of an experiment."""
-    if group != "experiment":
-        yield group.partition("/")[0]
-        return
+def _group_of(override: Override) -> str:
+    """Return the group of a choice with the package that it is placed in, such as optimizer/of@optimizer."""
+    return f"{override.key_or_group}@{override.package}" if override.package else override.key_or_group
+
+
+def _keys_of_choice(group: str, choice: str | list[str]) -> Iterator[str]:
+    """Yield the keys that a choice sets: its group, or the keys in the files of experiments."""
+    if group == "experiment":
+        for name in choice if isinstance(choice, list) else [choice]:
+            yield from _keys_of_experiment(name)
+    else:
+        path, _, package = group.partition("@")
+        yield package or path.partition("/")[0]
+
+
+def _keys_of_experiment(name: str) -> Iterator[str]:
+    """Yield the keys that an experiment sets, itself and by the experiments and groups in its defaults."""
     places = (Path(source.path) for source in HydraConfig.get().runtime.config_sources if source.schema == "file")
-    file = next(file for place in places if (file := place / group / f"{choice}.yaml").is_file())
-    content = OmegaConf.load(file)
+    file = next(file for place in places if (file := place / "experiment" / f"{name}.yaml").is_file())
+    content = OmegaConf.to_container(OmegaConf.load(file))
+    content.pop("hydra", None)  # no setting of the run
     for default in content.pop("defaults", []):
-        yield from (key.removeprefix("override ").strip("/") for key in default if default != "_self_")
-    yield from flat(OmegaConf.to_container(content))
+        if isinstance(default, dict):
+            ((group, choice),) = default.items()
+            yield from _keys_of_choice(group.removeprefix("override ").strip("/"), choice)
+        elif default != "_self_":
+            yield from _keys_of_experiment(default.removeprefix("/experiment/"))
+    yield from flat(content)
 
 
 def changed_settings(before: dict, after: dict) -> dict[str, list]:

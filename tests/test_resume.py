@@ -229,6 +229,34 @@ def test_a_resumed_run_keeps_the_source_of_its_weights(source):
     assert load("run/checkpoints/step-00000008.pt")["config"]["model"]["pretrained"] == source
 
 
+@pytest.mark.parametrize(
+    "choice",
+    [
+        "experiment=heir",
+        "experiment=[base]",
+        "experiment=overriding",
+        "experiment=listed",
+        "optimizer/of@optimizer=gpt2",
+    ],
+)
+def test_every_form_of_a_choice_starts_a_run_and_continues_it(choice):
+    """A Slurm job that is put back into the queue has the same command line."""
+    recipes = {
+        "base": "optimizer: {warmup_steps: 3}",
+        "heir": "defaults: [base, _self_]\nmodel: {dropout: 0.1}\nhydra: {job: {name: heir}}",
+        "overriding": "defaults: [{override /optimizer/of@optimizer: gpt2}, {override /data: tokens}]",
+        "listed": "defaults: [/experiment/base, _self_]\ntrain: {seed: 5}",
+    }
+    folder = Path("mine/experiment")
+    folder.mkdir(parents=True)
+    for name, text in recipes.items():
+        (folder / f"{name}.yaml").write_text(f"# @package _global_\n{text}\n")
+    line = "--config-dir=mine", choice, *TINY, "hydra.run.dir=run", "checkpoint.resume=auto"
+    run("train.py", *line, "train.max_steps=2").ok()
+    run("train.py", *line, "train.max_steps=3").ok()
+    assert [row[2] for row in changes("run")] == [{"train.max_steps": [2, 3]}]
+
+
 def test_an_experiment_changes_what_its_file_sets(tmp_path):
     train("run", *OWN, "data.document_mask=true").ok()
     (tmp_path / "mine/experiment").mkdir(parents=True)
