@@ -66,7 +66,7 @@ def train(config: Config, resumed: State | None, world: World = ALONE) -> StopRe
     check_finished(resumed, changes, config.train.max_steps)
     model = build_model(config.model, config.attention, config.train, compute, config.data.document_mask)
     if config.model.pretrained is not None and not resumed:
-        load_weights(model, config.model.pretrained)
+        load_weights(model, config.model.pretrained, world)
     model = shard(model, compute, config.train.reshard_after_forward)
     optimizer = build_optimizer(model, config.optimizer)
     checkpoints = open_checkpoints(saves_to, config.checkpoint, model, optimizer, compute, config.train.timeout_s)

@@ -13,6 +13,7 @@ from model.huggingface import find_pretrained, is_pretrained, load_pretrained, r
 from trainer.checkpoint.files import State
 from trainer.checkpoint.folder import find
 from trainer.checkpoint.load import load, of_this_version, restore_pattern_of
+from trainer.distributed.world import ALONE, World, print_in_first
 from trainer.layout import shown
 
 
@@ -94,15 +95,26 @@ def read_shape(source: str, asked: ModelConfig, tokenizer: str) -> ModelConfig:
         return with_sizes(asked, sizes, sizes["context_length"], source)
 
 
-def load_weights(model: GPT2, source: str) -> None:
-    """Copy the weights of model.pretrained=`source` into `model`. A shorter context takes the first positions."""
+def load_weights(model: GPT2, source: str, world: World = ALONE) -> None:
+    """Copy the weights of model.pretrained=`source` into `model`. A shorter context takes the first positions.
+
+    The run `source` may still be saving. All processes then read the checkpoint that the first one finds.
+    """
     if not is_checkpoint(source):
         load_pretrained(model, find_pretrained(source))
         return
-    state = load(source, key="model.pretrained", tell=lambda text: None)
+    state = world.agreed(lambda: load(source, key="model.pretrained", tell=lambda text: None))
+    if (path := world.from_first(state["path"])) != state["path"]:
+        state = load(path, key="model.pretrained")
     with of_this_version(state):
         positions = state["model"]["wpe.weight"][: model.config.context_length]
         model.load_state_dict(state["model"] | {"wpe.weight": positions})
+        print_in_first(f"the weights are from {_origin_of(state)}")
+
+
+def _origin_of(state: State) -> str:
+    """Return a checkpoint's real path and step."""
+    return f"{shown(Path(state['path']).resolve())} (step {state['step']})"
 
 
 def saved_scales(source: str) -> State:
@@ -135,7 +147,7 @@ def load_model(
         model = model_of(state, attention, activation_checkpointing, fp8)
         if not (any_pairs or sparsity(state) or state["config"]["attention"]["name"] == CustomConfig.name):
             _check_all_pairs(model, attention, source)
-        return model, state["tokenizer"], f"{shown(Path(state['path']).resolve())} (step {state['step']})"
+        return model, state["tokenizer"], _origin_of(state)
     folder = find_pretrained(source, key="checkpoint")
     shape, known = read_config(folder), vocab_size("gpt2")
     if shape.vocab_size < known:

@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from model.gpt2 import ModelConfig
+from model.attention import NaiveConfig, build_attention
+from model.gpt2 import GPT2, ModelConfig
 from tests.e2e import TINY, load, run, train, write_tokens
 from trainer.checkpoint.config import CheckpointConfig
 from trainer.checkpoint.files import write_file
 from trainer.checkpoint.load import load_resumed
-from trainer.loading import read_shape
+from trainer.distributed.world import ALONE, World
+from trainer.loading import load_weights, read_shape
 
 pytest_plugins = ["tests.e2e"]
 STILL = ("optimizer.lr=0", "optimizer.min_lr=0", "train.max_steps=1", "data.dir=other")
@@ -36,6 +38,25 @@ def test_a_run_is_fine_tuned_on_other_data(trained, other):
     assert tuned["model_config"]["n_layer"] == 2 and tuned["best_loss"] > 0 == tuned["skipped"]
     resumed = run("train.py", "checkpoint.resume=tuned", "hydra.run.dir=tuned", "train.max_steps=2").ok()
     assert "changed     since the checkpoint: train.max_steps 1 -> 2\n" in resumed.out
+
+
+def test_all_processes_take_the_weights_of_the_checkpoint_that_the_first_one_finds(trained, capsys):
+    """The run is still saving: this process finds step 30, the first one found step 20."""
+    newest, older = (load(trained / f"checkpoints/step-000000{step}.pt") for step in (30, 20))
+    older_path = trained / "checkpoints/step-00000020.pt"
+
+    class Second(World):
+        def from_first(self, value):
+            assert value == str(trained / "checkpoints/step-00000030.pt")
+            return str(older_path)
+
+    weights = []
+    for world in (ALONE, Second(1, size=2)):
+        model = GPT2(ModelConfig(**newest["model_config"]), build_attention(NaiveConfig()))
+        load_weights(model, str(trained), world)
+        weights.append(model.state_dict())
+    torch.testing.assert_close(weights, [newest["model"], older["model"]], rtol=0, atol=0)
+    assert "step-00000020.pt (step 20)" in capsys.readouterr().out
 
 
 def test_a_preset_gives_way_to_the_sizes_of_the_weights(trained, other):
