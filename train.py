@@ -4,7 +4,6 @@ Read it from top to bottom: main joins the processes, train assembles a run, loo
 """
 
 import time
-from dataclasses import asdict
 from functools import partial
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from conf.cli import given_keys, launch, output_dir, wandb_labels
 from conf.commands import next_commands
-from conf.resume import changed_settings, run_settings
+from conf.resume import changed_settings, recorded, run_settings
 from conf.schema import Config
 from data.loader import document_options
 from data.tokenizers import end_of_text
@@ -23,7 +22,7 @@ from trainer.build import build_loader, build_meter, build_model, compile_model,
 from trainer.checkpoint.files import State
 from trainer.checkpoint.load import check_finished, check_shared
 from trainer.checkpoint.policy import Checkpoints, check_folder, is_branch, open_checkpoints
-from trainer.distributed.parallel import data_parallel, shard, synchronise_gradients
+from trainer.distributed.parallel import check_sharding, data_parallel, shard, synchronise_gradients
 from trainer.distributed.world import ALONE, World, join
 from trainer.evaluation import validate
 from trainer.folders import claimed
@@ -54,6 +53,7 @@ def train(config: Config, resumed: State | None, world: World = ALONE) -> StopRe
     compute, folder = choose_compute(config.device, config.precision, world), world.from_first(output_dir())
     check_batch_size(config.train, compute)
     check_graphs(config.train, compute)
+    check_sharding(config.optimizer.name, compute)
     config.wandb = check_loggers(config.wandb, config.tensorboard)
     saves_to, resumed_step = config.checkpoint.folder(folder), resumed["step"] if resumed else None
     check_folder(saves_to, resumed)
@@ -62,7 +62,7 @@ def train(config: Config, resumed: State | None, world: World = ALONE) -> StopRe
     fix_randomness(config.train)
     config.model = run_shape(config.model, tokens, resumed, given_keys("model"))
     config.train = with_batch_size(config, compute, train_step, micro_step)
-    changes = changed_settings(resumed["config"], asdict(config)) if resumed else {}
+    changes = changed_settings(resumed["config"], recorded(config, compute)) if resumed else {}
     check_finished(resumed, changes, config.train.max_steps)
     model = build_model(config.model, config.attention, config.train, compute, config.data.document_mask)
     if config.model.pretrained is not None and not resumed:
@@ -75,9 +75,8 @@ def train(config: Config, resumed: State | None, world: World = ALONE) -> StopRe
         claimed({folder: "hydra.run.dir", saves_to: "checkpoint.dir"}, world),
     ):
         check_folder(saves_to, resumed)  # again, because another run may have used the folder until now
-        state = TrainState(
-            model, optimizer, compute.grad_scaler(), loader, tokens.tokenizer, config=asdict(config), world=world
-        )
+        kept = {"config": recorded(config, compute), "world": world}
+        state = TrainState(model, optimizer, compute.grad_scaler(), loader, tokens.tokenizer, **kept)
         world.draw_apart(config.train.seed + (resumed_step or 0))
         if resumed:
             state.load_state_dict(resumed)

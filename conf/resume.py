@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
@@ -18,7 +19,9 @@ from trainer.checkpoint.config import CheckpointConfig
 from trainer.checkpoint.files import State
 from trainer.checkpoint.load import load_resumed, of_this_version
 from trainer.config import AUTO
+from trainer.precision import Compute
 
+CHOSEN = ("device", "precision.name")  # by auto
 PLACES = ("checkpoint.resume", "checkpoint.dir")  # The place of a run is not part of its recipe.
 
 
@@ -124,13 +127,23 @@ def _keys_of_experiment(name: str) -> Iterator[str]:
     yield from flat(content)
 
 
+def recorded(config: Config, compute: Compute) -> dict:
+    """Return the settings that a checkpoint keeps, with the device and the precision that auto chose.
+
+    Otherwise, a resumed run could train on a CPU in fp32 without a word if its new machine has no working GPU.
+    """
+    return asdict(config) | {"device": compute.device.type, "precision": {"name": compute.precision}}
+
+
 def changed_settings(before: dict, after: dict) -> dict[str, list]:
     """Return the settings that differ between two runs, [before, after] by key. The places of a run do not count.
 
-    A setting that `before` lacks, because an older version or another attention wrote it, had its default.
+    A setting that `before` lacks, because an older version or another attention wrote it, had its default. Older
+    versions do not say what auto chose.
     """
     before, after = _defaults(after["attention"]["name"]) | flat(before), flat(after)
-    return {key: [before.get(key), x] for key, x in after.items() if before.get(key) != x and key not in PLACES}
+    changed = {key: [before.get(key), x] for key, x in after.items() if before.get(key) != x and key not in PLACES}
+    return {key: change for key, change in changed.items() if not (key in CHOSEN and change[0] == AUTO)}
 
 
 def _defaults(attention: str) -> dict[str, object]:

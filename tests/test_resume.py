@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from data.token_files import TokenWriter
@@ -109,7 +110,7 @@ def test_a_finished_run_is_not_given_settings_that_it_was_not_trained_with():
     for changed, line in (
         ("optimizer.lr=5e-3", "optimizer.lr 0.01 -> 0.005"),
         ("attention=naive", "attention.name flash2 -> naive"),
-        ("precision=bf16", "precision.name auto -> bf16"),
+        ("precision=bf16", "precision.name fp32 -> bf16"),
         ("train.seed=2", "train.seed 1337 -> 2"),
         ("data.document_mask=true", "data.document_mask false -> true"),
     ):
@@ -121,6 +122,30 @@ def test_a_finished_run_is_not_given_settings_that_it_was_not_trained_with():
     beside = "train.sample_tokens=1", "train.eval_tokens=64", "checkpoint.keep=9", "parallel=none", "tensorboard=false"
     train("run", again, *beside).ok()
     train("run", again, "optimizer.lr=5e-3", "train.max_steps=6").ok()
+
+
+def test_a_run_does_not_move_to_another_device_or_precision_by_itself(monkeypatch):
+    """A job that was put back into the queue went on in fp32 on the CPU of a machine whose driver had failed."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    automatic = [setting for setting in TINY if setting != "device=cpu"]
+    run("train.py", *automatic, "device=auto", "hydra.run.dir=run").ok()
+    path, again = Path("run/checkpoints/step-00000005.pt"), ("checkpoint.resume=auto", "train.max_steps=6")
+    state = load(path)
+    assert (state["config"]["device"], state["config"]["precision"]) == ("cpu", {"name": "fp32"})
+    on_gpu = state["config"] | {"device": "cuda", "precision": {"name": "bf16"}}
+    write_file(path, state | {"config": on_gpu})
+    before = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
+    refused = run("train.py", *again, "hydra.run.dir=run")
+    assert refused.code == 2 and refused.err.startswith("error: device=cuda finds no GPU; set device=cpu")
+    assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == before
+    moved = run("train.py", *again, "hydra.run.dir=run", "device=auto", "precision=auto").ok().out
+    assert "device cuda -> cpu" in moved and "precision.name bf16 -> fp32" in moved
+    of_older_version = load(path)["config"] | {"device": "auto", "precision": {"name": "auto"}}
+    write_file(path, load(path) | {"config": of_older_version})
+    assert (
+        "device"
+        not in run("train.py", "checkpoint.resume=run/checkpoints/step-00000005.pt", "hydra.run.dir=other").ok().out
+    )
 
 
 def test_a_setting_that_the_checkpoint_does_not_know_had_its_default():

@@ -126,11 +126,6 @@ class AdamW(torch.optim.AdamW):
 def build_optimizer(model: nn.Module, config: OptimizerConfig, kind: type[torch.optim.AdamW] = AdamW) -> AdamW | Muon:
     """Return the optimizer. Only matrices and tables decay. Benchmarks pass another `kind` of AdamW to compare with."""
     hidden = {p for p in model.h.parameters() if p.ndim == 2} if config.name == "muon" else set()
-    if any(isinstance(p, DTensor) for p in hidden):
-        raise UserError(
-            "optimizer=muon needs whole matrices, and parallel=fsdp and hsdp split them; set parallel=ddp, or "
-            "optimizer=adamw"
-        )
     decayed = [p for p in model.parameters() if p.ndim >= 2 and p not in hidden]
     others = [p for p in model.parameters() if p.ndim < 2]
     groups = {"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}

@@ -6,9 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from errors import UserError
 from model.attention import NaiveConfig, build_attention
@@ -98,16 +95,6 @@ def test_a_resumed_run_keeps_its_optimizer(workplace):
     refused = run("train.py", "checkpoint.resume=run", "optimizer=muon")
     assert refused.code == 2 and "optimizer=muon cannot continue checkpoint.resume=run/" in refused.err
     assert "holds the moments of optimizer=adamw; set optimizer=adamw, or start a new run with" in refused.err
-
-
-def test_split_matrices_are_refused(model):
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-        with pytest.raises(UserError, match="optimizer=muon needs whole matrices.*; set parallel=ddp, or optimizer=a"):
-            build_optimizer(model, CONFIG)
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(

@@ -2,19 +2,19 @@
 
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 
 from conf.schema import TrainConfig
 from errors import UserError
 from model.attention import SdpaConfig, build_attention
 from model.gpt2 import GPT2, ModelConfig
-from tests.e2e import train
-from trainer.distributed.parallel import data_parallel, shard, synchronise_gradients
+from tests.e2e import TINY, run, train
+from trainer.distributed.parallel import check_sharding, data_parallel, shard, synchronise_gradients
 from trainer.distributed.world import World
 from trainer.precision import Compute
 
@@ -54,10 +54,24 @@ def test_fsdp_does_not_warn_of_views_that_blocks_return(group):
     model(tokens, tokens)
 
 
-def test_fp16_is_refused_with_fsdp():
-    compute = Compute(torch.device("cpu"), torch.float16, World(size=2, parallel="fsdp"))
-    with pytest.raises(UserError, match="precision=fp16 does not work with parallel=fsdp; set precision=bf16"):
-        shard(nn.Linear(1, 1), compute, reshard_after_forward=True)
+@pytest.mark.parametrize(
+    ("dtype", "optimizer", "sentence"),
+    [
+        (torch.float16, "adamw", "precision=fp16 does not work with parallel=fsdp; set precision=bf16"),
+        (torch.bfloat16, "muon", "optimizer=muon needs whole matrices, and parallel=fsdp splits them; set "),
+    ],
+)
+def test_what_does_not_work_with_split_weights_is_refused(dtype, optimizer, sentence):
+    split, whole = (Compute(torch.device("cpu"), dtype, World(size=2, parallel=name)) for name in ("fsdp", "ddp"))
+    check_sharding(optimizer, whole)
+    with pytest.raises(UserError, match=sentence):
+        check_sharding(optimizer, split)
+
+
+def test_muon_with_split_weights_is_refused_before_tokens_are_made(workplace, group, monkeypatch):
+    monkeypatch.setattr("trainer.distributed.world.join", lambda *settings: nullcontext(World(parallel="fsdp")))
+    outcome = run("train.py", *TINY, "optimizer=muon", "data.dir=new", "data.source=nowhere.txt", "hydra.run.dir=run")
+    assert outcome.code == 2 and "optimizer=muon needs whole matrices" in outcome.err
 
 
 @pytest.mark.parametrize(
