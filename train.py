@@ -69,7 +69,7 @@ def train(config: Config, resumed: State | None, world: World = ALONE) -> StopRe
         load_weights(model, config.model.pretrained, world)
     model = shard(model, compute, config.train.reshard_after_forward)
     optimizer = build_optimizer(model, config.optimizer)
-    checkpoints = open_checkpoints(saves_to, config.checkpoint, model, optimizer, compute, config.train.timeout_s)
+    checkpoints = open_checkpoints(folder, config.checkpoint, model, optimizer, compute, config.train.timeout_s)
     with (
         build_loader(config.train, tokens, config.model, compute) as loader,
         claimed({folder: "hydra.run.dir", saves_to: "checkpoint.dir"}, world),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from model.gpt2 import GPT2
-from tests.e2e import at_call, curve, largest_file, load, train
+from tests.e2e import at_call, curve, largest_file, load, run, train
 from trainer.checkpoint import single
 from trainer.checkpoint.files import CheckpointError
 from trainer.folders import claimed
@@ -53,7 +53,9 @@ def test_full_disk_stops_the_run_with_the_checkpoint_to_continue(workplace, monk
     assert not list(Path("kept").glob("*.partial"))
     monkeypatch.undo()
     monkeypatch.chdir(workplace)
-    train("run", *EACH_5, re.search(r"checkpoint\.resume=\S+10\.pt", sentence).group()).ok()
+    words = sentence.partition("continue with ")[2].split()
+    assert words == ["checkpoint.resume=kept/step-00000010.pt", "hydra.run.dir=run", "checkpoint.dir=kept"]
+    run("train.py", *words).ok()
     assert curve("run", *LOSSES) == curve("whole", *LOSSES)
 
 

@@ -16,9 +16,9 @@ from trainer.checkpoint.config import CheckpointConfig
 from trainer.checkpoint.files import CheckpointError, State
 from trainer.checkpoint.folder import newest_before, newest_complete_after
 from trainer.checkpoint.sharded import ShardedStore
-from trainer.checkpoint.single import SingleFileStore, how_to_continue
+from trainer.checkpoint.single import SingleFileStore
 from trainer.distributed.world import World, local_part
-from trainer.layout import paragraph
+from trainer.layout import paragraph, shown
 from trainer.loggers.base import describe_changes
 from trainer.precision import Compute
 from trainer.state import TrainState
@@ -134,7 +134,7 @@ class Checkpoints:
         if self._world.sum(torch.tensor(0 if finite else 1)):
             raise CheckpointError(
                 f"the weights are not finite after step {state.step} and are not saved; lower optimizer.lr, and "
-                f"{how_to_continue(self._store.folder)}"
+                f"{self._store.how_to_continue()}"
             )
         return state.state_dict()
 
@@ -184,14 +184,15 @@ def _is_in(path: Path, folder: Path) -> bool:
 
 
 def open_checkpoints(
-    folder: Path,
+    output: Path,
     settings: CheckpointConfig,
     model: GPT2,
     optimizer: torch.optim.Optimizer,
     compute: Compute,
     timeout_s: int,
 ) -> Checkpoints:
-    """Return the checkpoints of a run that saves to `folder`, which check_folder has accepted."""
+    """Return the checkpoints of a run in the folder `output`. check_folder has accepted their folder."""
+    folder = settings.folder(output)
     options = {"keep": settings.keep, "writes": compute.world.is_first}
     parts = {"model": model, "optimizer": optimizer}
     asynchronous = compute.device.type == "cuda" if settings.asynchronous is None else settings.asynchronous
@@ -201,4 +202,6 @@ def open_checkpoints(
         store = BackgroundStore(folder, **parts, **options)
     else:
         store = SingleFileStore(folder, **options)
+    store.places = [assigned("hydra.run.dir", shown(output))]
+    store.places += [assigned("checkpoint.dir", settings.dir)] if settings.dir else []
     return Checkpoints(store, settings.on_error, compute.world)

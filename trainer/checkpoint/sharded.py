@@ -32,7 +32,6 @@ from errors import first_line
 from trainer.checkpoint.background import KINDS, BackgroundStore, join_state
 from trainer.checkpoint.files import PARTIAL, REST, CheckpointError, State, remove, sync_folder, write_file
 from trainer.checkpoint.folder import BEFORE, is_checkpoint_folder
-from trainer.checkpoint.single import refusal
 from trainer.distributed.world import local_part
 
 DTYPES = {torch.float32: "F32"}  # weights and moments have no other
@@ -78,7 +77,7 @@ class ShardedStore(BackgroundStore):
                 shutil.rmtree(partial, ignore_errors=True)
             failures = [failure for failure, _ in error.failures.values()]
             disk = next((failure for failure in failures if isinstance(failure, OSError)), None)
-            raise failures[0] if disk is None else refusal(path, disk) from error
+            raise failures[0] if disk is None else self.refusal(path, disk) from error
 
     def _name(self, partial: Path, path: Path, is_best: bool) -> None:
         """Rename a complete folder to the checkpoint `path`.

@@ -7,6 +7,7 @@ from pathlib import Path
 from errors import assigned
 from trainer.checkpoint.files import CheckpointError, State, link, remove, write_file
 from trainer.checkpoint.folder import find, is_checkpoint_folder, outdated
+from trainer.layout import shown
 
 
 class SingleFileStore:
@@ -16,6 +17,7 @@ class SingleFileStore:
     def __init__(self, folder: Path, keep: int, writes: bool = True):
         self.folder, self.keep, self.writes = folder, keep, writes
         self.tell: Callable[[str], None] = print
+        self.places: list[str] = []  # settings that name the run's folders on a command line
         self._best: int | None = None  # the step of the best.pt that this run wrote
 
     def path_of(self, step: int, best: bool) -> Path:
@@ -43,7 +45,7 @@ class SingleFileStore:
             try:
                 write_file(path, state)
             except OSError as error:
-                raise refusal(path, error) from error
+                raise self.refusal(path, error) from error
         if best:
             self._best = state["step"]
             folder = self.folder / "best"  # a link, or the copy of a link, from a run with sharded weights
@@ -60,17 +62,15 @@ class SingleFileStore:
             except OSError as error:
                 self.tell(f"{path} is outdated and cannot be deleted ({error.strerror}); delete it by hand")
 
+    def refusal(self, path: Path, error: OSError) -> CheckpointError:
+        """Return the error to raise if the disk refuses the checkpoint `path`."""
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        remedy = "free some space" if is_full else "correct that"
+        reason = error.strerror or error
+        return CheckpointError(f"{path} cannot be written ({reason}); {remedy}, then {self.how_to_continue()}")
 
-def refusal(path: Path, error: OSError) -> CheckpointError:
-    """Return the error to raise if the disk refuses the checkpoint `path`."""
-    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    remedy = "free some space" if is_full else "correct that"
-    reason = error.strerror or error
-    return CheckpointError(f"{path} cannot be written ({reason}); {remedy}, then {how_to_continue(path.parent)}")
-
-
-def how_to_continue(folder: Path) -> str:
-    """Return the advice for a run whose present state cannot be saved."""
-    if newest := find(folder):
-        return f"continue with {assigned('checkpoint.resume', newest)}"
-    return "start again: there is no earlier checkpoint"
+    def how_to_continue(self) -> str:
+        """Return the advice for a run whose present state cannot be saved."""
+        if newest := find(self.folder):
+            return f"continue with {' '.join([assigned('checkpoint.resume', shown(newest)), *self.places])}"
+        return "start again: there is no earlier checkpoint"

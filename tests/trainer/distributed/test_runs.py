@@ -201,7 +201,7 @@ def test_a_full_disk_of_one_process_is_told_and_leaves_the_earlier_checkpoint(ru
     kept = runs / folder / "checkpoints"
     assert code == expected and told == (
         f"{kept}/step-00000004 cannot be written (File too large); free some space, then continue with "
-        f"checkpoint.resume={kept}/step-00000002{goes_on}"
+        f"checkpoint.resume={folder}/checkpoints/step-00000002 hydra.run.dir={folder}{goes_on}"
     )
     assert sorted(path.name for path in kept.iterdir()) == left
 
