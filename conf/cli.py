@@ -59,8 +59,9 @@ def launch(run: Callable[[Any], None], config_name: str, literal: str | None = N
             if processes > 1 and not _is_job_of_sweep():
                 start = f"start a single run with torchrun --nproc_per_node={processes}"
                 raise UserError(f"hydra.launcher.nproc_per_node={processes} needs -m; {start}")
-            if started()[0] and not is_output_dir_given():
-                _remove_if_empty(output_dir())  # the first process has another folder, and only that process writes
+            with suppress(UserError):  # the run refuses a wrong rank
+                if started()[0] and not is_output_dir_given():
+                    _remove_if_empty(output_dir())  # only the first process writes, and its folder has another name
             _check_values(config, literal)
             run(OmegaConf.to_object(config) if typed else config)
         except Exception as error:
