@@ -1,6 +1,7 @@
 """Time and memory of calls on a GPU.
 
-- A sample is about 5 ms of calls (20 calls at most) between two CUDA events.
+- A sample is about 5 ms of calls (20 at most, and no more than the host can queue during a spin) between two CUDA
+  events.
 - The GPU spins before the first event while the host queues the calls. This hides launch cost, as in a training step
   whose host runs ahead of the GPU. The spin lasts 1.2 times the host's time during warm-up.
 - If the spin ends before the last call is queued, the sample is taken again with a longer spin. No spin exceeds 50 ms.
@@ -148,7 +149,8 @@ def sampler_of(call: Callable[[], object], gpu: Gpu) -> tuple[Sampler, float]:
     """Return the sampler of a call that is warm, and the milliseconds that a sample will take."""
     host_ms = gpu.host_milliseconds(call)
     ms = gpu.milliseconds(call, 2, spin_for(2, host_ms))
-    calls = min(max(int(SAMPLE_MS / ms), 1), SAMPLE_CALLS)
+    most = int(MOST_SPIN_MS / (MARGIN * host_ms)) - 1 if host_ms else SAMPLE_CALLS  # one call more fills the caches
+    calls = max(min(int(SAMPLE_MS / ms), SAMPLE_CALLS, most), 1)
     return Sampler(call, calls, spin_for(calls, host_ms)), ms * calls
 
 

@@ -40,19 +40,23 @@ def test_the_gpu_spins_until_the_host_has_queued_a_sample():
     )
 
     class SlowHost(Stopwatch):
-        spins = ()
+        def __init__(self, host_ms):
+            self.host_ms, self.spins = host_ms, ()
 
         def host_milliseconds(self, call):
-            return 0.5
+            return self.host_ms
 
         def milliseconds(self, call, calls, spin_ms):
             self.spins += ((calls, spin_ms),)
             return 0.1
 
-    gpu = SlowHost()
+    gpu = SlowHost(0.5)
     sampler, sample_ms = sampler_of(lambda: None, gpu)
     assert (sample_ms, sampler.sample(gpu)) == (2, 0.1)
     assert gpu.spins == ((2, pytest.approx(1.8)), (20, pytest.approx(12.6)))
+    sampler, _ = sampler_of(lambda: None, SlowHost(5))
+    assert (sampler.calls, sampler.spin_ms) == (7, pytest.approx(48))  # with 8 calls the spin would be 54
+    assert sampler_of(lambda: None, SlowHost(500))[0].calls == 1
 
 
 @pytest.mark.gpu
