@@ -1,5 +1,6 @@
 """Results files: the machine and the versions that something was measured with, and the measured rows."""
 
+import hashlib
 import json
 import os
 import platform
@@ -29,9 +30,23 @@ def environment() -> dict:
         "torch": torch.__version__,
         "triton": version("triton") if has_triton_package() else None,
         "cudnn": _cudnn_version() if cuda and torch.version.hip is None else None,  # on AMD, torch gives MIOpen's
-        "commit": os.environ.get("GIT_COMMIT") or _output(["git", "-C", str(ROOT), "rev-parse", "HEAD"]),
+        "commit": os.environ.get("GIT_COMMIT") or _commit(),
         "date": date.today().isoformat(),
     }
+
+
+def _commit() -> str:
+    """Return the commit, and a digest of the edits since the commit: they can change what is measured."""
+    git = ["git", "-C", str(ROOT)]
+    edits = _output([*git, "diff", "HEAD", "--", "*.py", "*.yaml"])
+    digest = f"+{hashlib.sha256(edits.encode()).hexdigest()[:7]}" if edits else ""
+    return _output([*git, "rev-parse", "HEAD"]) + digest
+
+
+def short_commit(commit: str) -> str:
+    """Return the first 12 digits of a commit, and the digest of edits if there is one."""
+    digits, plus, edits = commit.partition("+")
+    return digits[:12] + plus + edits
 
 
 def results_folder(gpu: str | None = None) -> Path:

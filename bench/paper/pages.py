@@ -4,7 +4,7 @@ from collections import Counter
 from pathlib import Path
 
 from bench.common.drawing import save
-from bench.common.results import write_text
+from bench.common.results import short_commit, write_text
 from bench.paper.tables import load_table
 
 CPU = "CPU, reference implementation"  # without a GPU, flash2 runs as the tiled algorithm in PyTorch
@@ -40,7 +40,8 @@ def description(row: dict) -> str:
 
 def commits_of(results: dict) -> str:
     """Return the commits of the rows, with the number of rows of each if there are several."""
-    counts = Counter(row.get("commit", results["environment"]["commit"])[:12] for row in results["rows"])
+    own = results["environment"]["commit"]
+    counts = Counter(short_commit(row.get("commit", own)) for row in results["rows"])
     if len(counts) == 1:
         return f"commit {min(counts)}"
     return "commits " + ", ".join(f"{commit} ({count} rows)" for commit, count in counts.items())

@@ -19,7 +19,7 @@ from bench.common.command_line import launch
 from bench.common.drawing import WIDTH, save, styled
 from bench.common.formatting import at_least, at_most, cost_text, length_text, speed_text, table
 from bench.common.looks import LOOKS
-from bench.common.results import ROOT, read_results, write_text
+from bench.common.results import ROOT, read_results, short_commit, write_text
 from bench.paper.pages import page, publish
 from bench.paper.tables import load_table
 from bench.paper.tables.attention_speed import speed_lines
@@ -125,7 +125,7 @@ def ladder_table(results: Path) -> str:
 def caption(file: dict) -> str:
     """Return the environment of a results file and the commits of its rows in one line."""
     where = file["environment"]
-    commits = dict.fromkeys(row.get("commit", where["commit"])[:12] for row in file.get("rows", [{}]))
+    commits = dict.fromkeys(short_commit(row.get("commit", where["commit"])) for row in file.get("rows", [{}]))
     return f"{machine(where)}, commit {', '.join(commits)}."
 
 
