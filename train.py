@@ -5,6 +5,7 @@ Read it from top to bottom: main joins the processes, train assembles a run, loo
 
 import time
 from functools import partial
+from pathlib import Path
 
 import torch
 from omegaconf import DictConfig
@@ -42,15 +43,17 @@ def main(composed: DictConfig) -> None:
     """Join the processes that torchrun or Slurm started, and train. A resumed run takes its checkpoint's settings."""
     config, resumed = run_settings(composed)
     with join(config.parallel, config.device, config.train.timeout_s) as world:
-        stop = train(config, resumed, world)
+        check_shared(resumed, world)
+        folder = world.from_first(output_dir())
+        with claimed({folder: "hydra.run.dir", config.checkpoint.folder(folder): "checkpoint.dir"}, world):
+            stop = train(config, resumed, folder, world)
     stop.end_process()
 
 
-def train(config: Config, resumed: State | None, world: World = ALONE) -> StopRequest:
+def train(config: Config, resumed: State | None, folder: Path, world: World = ALONE) -> StopRequest:
     """Assemble a run from its settings, and train it. It leaves metrics, checkpoints and a sample in its folder."""
     began = time.monotonic()
-    check_shared(resumed, world)
-    compute, folder = choose_compute(config.device, config.precision, world), world.from_first(output_dir())
+    compute = choose_compute(config.device, config.precision, world)
     check_batch_size(config.train, compute)
     check_graphs(config.train, compute)
     check_sharding(config.optimizer.name, compute)
@@ -70,11 +73,7 @@ def train(config: Config, resumed: State | None, world: World = ALONE) -> StopRe
     model = shard(model, compute, config.train.reshard_after_forward)
     optimizer = build_optimizer(model, config.optimizer)
     checkpoints = open_checkpoints(folder, config.checkpoint, model, optimizer, compute, config.train.timeout_s)
-    with (
-        build_loader(config.train, tokens, config.model, compute) as loader,
-        claimed({folder: "hydra.run.dir", saves_to: "checkpoint.dir"}, world),
-    ):
-        check_folder(saves_to, resumed)  # again, because another run may have used the folder until now
+    with build_loader(config.train, tokens, config.model, compute) as loader:
         kept = {"config": recorded(config, compute), "world": world}
         state = TrainState(model, optimizer, compute.grad_scaler(), loader, tokens.tokenizer, **kept)
         world.draw_apart(config.train.seed + (resumed_step or 0))

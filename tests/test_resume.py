@@ -13,10 +13,10 @@ import torch
 from omegaconf import OmegaConf
 
 from data.token_files import TokenWriter
-from data.tokens import open_tokens
 from tests.e2e import ROOT, TINY, at_call, curve, load, logged, printed_commands, run, train
 from trainer.checkpoint.files import write_file
 from trainer.checkpoint.policy import Checkpoints
+from trainer.distributed.world import join
 
 pytest_plugins = ["tests.e2e"]
 pytestmark = pytest.mark.usefixtures("workplace")
@@ -351,10 +351,10 @@ def test_a_new_run_does_not_replace_the_best_checkpoint_of_an_old_run():
 
 
 def test_a_folder_that_another_run_used_until_now_is_refused(monkeypatch):
-    """The first check of the folder comes before the tokens are opened, the second one after the folder is locked."""
+    """The other run ends after this run has looked for a checkpoint, and before this run locks the folder."""
     train("other").ok()
     copy = partial(shutil.copytree, "other", "run", dirs_exist_ok=True)
-    monkeypatch.setattr("data.tokens.open_tokens", at_call(1, copy, open_tokens))
+    monkeypatch.setattr("trainer.distributed.world.join", at_call(1, copy, join))
     refused = train("run", "train.max_steps=3")
     assert refused.code == 2 and "step-00000005.pt is past step 0" in refused.err
     assert Path("run/metrics.jsonl").read_bytes() == Path("other/metrics.jsonl").read_bytes()
