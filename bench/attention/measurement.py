@@ -20,7 +20,7 @@ from bench.attention.contenders import Contender, bind, draw_inputs
 from bench.attention.rows import empty_row, shape_line
 from bench.attention.shapes import PASSES, AttentionShape
 from bench.common.results import environment, write
-from bench.common.timing import Gpu, Sampler, in_turn, recorded, sampler_of
+from bench.common.timing import Gpu, Sampler, balanced, in_turn, recorded, sampler_of
 from model.attention import Attention
 
 
@@ -43,8 +43,8 @@ def start_series(row: dict, contender: Contender, gpu: Gpu) -> Series:
 
 
 def alternate(all_series: list[Series], shape: AttentionShape, gpu: Gpu, rounds: int) -> None:
-    """Take the samples in turn, round after round, and complete the rows."""
-    for series in in_turn(all_series, rounds):
+    """Take the samples in turn, in at least `rounds` rounds, and complete the rows."""
+    for series in in_turn(all_series, balanced(rounds, len(all_series))):
         if series.row["status"] is None:
             with recorded([series.row], gpu):
                 series.samples.append(series.sampler.sample(gpu))

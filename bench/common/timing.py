@@ -170,14 +170,20 @@ def in_turn(variants: Sequence[T], rounds: int) -> Iterator[T]:
         yield from reversed(order) if round_ % 2 else order
 
 
+def balanced(rounds: int, variants: int) -> int:
+    """Return `rounds`, rounded up so that the orders of in_turn are balanced. A single round stays one."""
+    step = 2 * variants if variants > 1 and rounds > 1 else 1
+    return -(-rounds // step) * step
+
+
 def median_milliseconds(calls: Iterable[Callable[[], object]], gpu: Gpu, rounds: int) -> list[float]:
-    """Return the median milliseconds of each call. The calls are sampled in turn."""
+    """Return the median milliseconds of each call. The calls are sampled in turn, in at least `rounds` rounds."""
     samplers = []
     for call in calls:
         call()
         samplers.append(sampler_of(call, gpu)[0])
     samples = [[] for _ in samplers]
-    for place in in_turn(range(len(samplers)), rounds):
+    for place in in_turn(range(len(samplers)), balanced(rounds, len(samplers))):
         samples[place].append(samplers[place].sample(gpu))
     return [statistics.median(times) for times in samples]
 

@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Callable, Iterable
 
-from bench.common.timing import LEAST_SPIN_MS, Gpu, in_turn, recorded, sampler_of
+from bench.common.timing import LEAST_SPIN_MS, Gpu, balanced, in_turn, recorded, sampler_of
 
 SLOW_MS = 1000
 """A slower call has a single sample."""
@@ -12,8 +12,7 @@ SLOW_MS = 1000
 def take_turns(calls: Iterable[tuple[dict, Callable[[], object]]], gpu: Gpu, rounds: int) -> None:
     """Fill in `ms` and the status of each row: the median of samples that the calls take in turn.
 
-    The calls are warm. A call that fails does not stop the others. `rounds` is rounded up to orders that are balanced
-    (see in_turn), except for a single round.
+    The calls are warm. A call that fails does not stop the others. There are at least `rounds` rounds: see balanced.
     """
     ready = []
     for row, call in calls:
@@ -23,8 +22,7 @@ def take_turns(calls: Iterable[tuple[dict, Callable[[], object]]], gpu: Gpu, rou
                 row.update(ms=ms, status="ok")
             else:
                 ready.append((row, sampler_of(call, gpu)[0], []))
-    balanced = 2 * max(1, len(ready))
-    for row, sampler, samples in in_turn(ready, rounds if rounds == 1 else balanced * -(-rounds // balanced)):
+    for row, sampler, samples in in_turn(ready, balanced(rounds, len(ready))):
         if row["status"] is None:
             with recorded([row], gpu):
                 samples.append(sampler.sample(gpu))

@@ -5,7 +5,16 @@ from itertools import pairwise
 import pytest
 import torch
 
-from bench.common.timing import LEAST_SPIN_MS, Gpu, Sampler, in_turn, median_milliseconds, sampler_of, spin_for
+from bench.common.timing import (
+    LEAST_SPIN_MS,
+    Gpu,
+    Sampler,
+    balanced,
+    in_turn,
+    median_milliseconds,
+    sampler_of,
+    spin_for,
+)
 from tests.bench.stopwatch import CallsTell, Stopwatch
 
 
@@ -29,9 +38,15 @@ def test_calls_that_are_compared_are_sampled_in_turn():
         rest = iter(times)
         return lambda: log.append(name) or next(rest)
 
-    calls = timed("a", 9, 9, 5, 7, 6), timed("b", 9, 9, 50, 70, 60)  # the first two settle how many calls make a sample
+    # The first two settle how many calls make a sample.
+    calls = timed("a", 9, 9, 5, 7, 6, 6), timed("b", 9, 9, 50, 70, 60, 60)
     assert median_milliseconds(calls, CallsTell(), rounds=3) == [6, 60]
-    assert log == [*"aabb", *in_turn("ab", rounds=3)]
+    assert log == [*"aabb", *in_turn("ab", rounds=4)]
+
+
+def test_rounds_are_rounded_up_to_balanced_orders():
+    assert [balanced(rounds, 6) for rounds in (1, 2, 12, 13, 20)] == [1, 12, 12, 24, 24]
+    assert [balanced(rounds, 1) for rounds in (1, 7)] == [1, 7] and balanced(5, 0) == 5
 
 
 def test_the_gpu_spins_until_the_host_has_queued_a_sample():
