@@ -103,11 +103,11 @@ def _group_of(override: Override) -> str:
 
 
 def _keys_of_choice(group: str, choice: str | list[str]) -> Iterator[str]:
-    """Yield the keys that a choice sets: its group, or the keys in the files of experiments."""
+    """Yield the keys that a choice sets: its group, or the keys in the files of experiments. Hydra's own set none."""
     if group == "experiment":
         for name in choice if isinstance(choice, list) else [choice]:
             yield from _keys_of_experiment(name)
-    else:
+    elif not group.startswith("hydra/"):
         path, _, package = group.partition("@")
         yield package or path.partition("/")[0]
 
@@ -117,7 +117,7 @@ def _keys_of_experiment(name: str) -> Iterator[str]:
     places = (Path(source.path) for source in HydraConfig.get().runtime.config_sources if source.schema == "file")
     file = next(file for place in places if (file := place / "experiment" / f"{name}.yaml").is_file())
     content = OmegaConf.to_container(OmegaConf.load(file))
-    content.pop("hydra", None)  # no setting of the run
+    content.pop("hydra", None)
     for default in content.pop("defaults", []):
         if isinstance(default, dict):
             ((group, choice),) = default.items()

@@ -260,6 +260,7 @@ def test_a_resumed_run_keeps_the_source_of_its_weights(source):
         "experiment=heir",
         "experiment=[base]",
         "experiment=overriding",
+        "experiment=launching",
         "experiment=listed",
         "optimizer/of@optimizer=gpt2",
     ],
@@ -270,6 +271,7 @@ def test_every_form_of_a_choice_starts_a_run_and_continues_it(choice):
         "base": "optimizer: {warmup_steps: 3}",
         "heir": "defaults: [base, _self_]\nmodel: {dropout: 0.1}\nhydra: {job: {name: heir}}",
         "overriding": "defaults: [{override /optimizer/of@optimizer: gpt2}, {override /data: tokens}]",
+        "launching": "defaults: [{override /hydra/job_logging: default}]\nhydra: {job: {name: mine}}",
         "listed": "defaults: [/experiment/base, _self_]\ntrain: {seed: 5}",
     }
     folder = Path("mine/experiment")
