@@ -110,9 +110,8 @@ class ScalingSettings:
 
 def run(settings: ScalingSettings) -> None:
     """Measure the cells and write the results after each row."""
-    out = settings.out
-    if not (out or settings.is_partial()):
-        out = Path(f"{results_folder()}x{max(settings.gpus)}/scaling.json")
+    is_published = not (settings.out or settings.is_partial())
+    out = Path(f"{results_folder()}x{max(settings.gpus)}/scaling.json") if is_published else settings.out
     if out:
         set_aside(out)
     results = {"environment": environment(), "rows": []}

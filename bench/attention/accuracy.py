@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.attention.contenders import Contender, Inputs
+from bench.attention.contenders import Contender, Inputs, bind, draw_inputs
 from bench.attention.shapes import TOKENS, AttentionShape
 from kernels.naive.definition import standard_attention, visible
 from model.attention import Attention, kind_of
@@ -129,6 +129,14 @@ def check(contender: Contender, shape: AttentionShape, truth: Truth) -> None:
             exceeds the allowed one, or the variant changed its inputs.
     """
     contender.error = max(_run_and_judge(contender, shape, truth) for _ in range(2))
+
+
+def check_on(shape: AttentionShape, device: str, variant: str, attend: Attention, seen: Tensor | None = None) -> float:
+    """Check an attention on the inputs of a shape, as `check` does, and return its error. For `seen` see truth_of."""
+    inputs = draw_inputs(shape, device)
+    contender = bind(variant, attend, shape, inputs)
+    check(contender, shape, truth_of(shape, inputs, seen))
+    return contender.error
 
 
 def _run_and_judge(contender: Contender, shape: AttentionShape, truth: Truth) -> float:

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bench.attention.accuracy import WrongResult, check, check_output, in_chunks, judge, pick, truth_of
+from bench.attention.accuracy import WrongResult, check, check_on, check_output, in_chunks, judge, pick, truth_of
 from bench.attention.contenders import bind, draw_inputs
 from bench.attention.shapes import DTYPES, AttentionShape
 from errors import UserError, first_line
@@ -94,10 +94,7 @@ def cases(name: str, function: Attention, device: str) -> list[tuple[str, Callab
         shape: AttentionShape, dtype: str, head_dim: int, seen: Tensor | None = None, attend=function, **options
     ) -> float:
         shape = replace(shape, dtype=dtype, head_dim=head_dim)
-        inputs = draw_inputs(shape, device)
-        contender = bind(name, partial(attend, **options), shape, inputs)
-        check(contender, shape, truth_of(shape, inputs, seen))
-        return contender.error
+        return check_on(shape, device, name, partial(attend, **options), seen)
 
     found = []
     for causal, length in itertools.product((True, False), LENGTHS):

@@ -6,10 +6,7 @@ B batch, T sequence length, H heads, D head size.
 import torch
 from torch import Tensor
 
-from bench.attention.accuracy import check, truth_of
-from bench.attention.contenders import available, bind, draw_inputs
-from bench.attention.shapes import AttentionShape
-from bench.common.timing import Gpu
+from bench.attention.contenders import available
 from errors import check_choice
 from kernels.common.launching import arch_of
 from kernels.common.registering import no_second_derivative
@@ -26,12 +23,6 @@ def attention_named(name: str) -> Attention:
         return found[name]
     check_choice("attention", name, {**found, **VARIANTS})
     return build_attention(VARIANTS[name]())
-
-
-def check_attention(name: str, shape: AttentionShape, gpu: Gpu) -> None:
-    """Compare an attention with the fp64 reference on fresh inputs, and raise WrongResult if the error is too large."""
-    data = draw_inputs(shape, gpu.device)
-    check(bind(name, attention_named(name), shape, data), shape, truth_of(shape, data))
 
 
 def pytorch(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:

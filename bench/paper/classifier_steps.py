@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench.attention.accuracy import check, truth_of
-from bench.attention.contenders import bind, draw_inputs
+from bench.attention.accuracy import check_on
 from bench.attention.shapes import AttentionShape
 from bench.common.timing import Gpu, recorded
 from bench.lra import listops
@@ -34,9 +33,8 @@ def check_exact(name: str, config: EncoderConfig, batch: int, device: str) -> No
     """Compare an attention that computes all pairs with the fp64 reference. Raise WrongResult if the error is large."""
     sizes = {"heads": config.n_head, "head_dim": config.head_dim, "causal": False}
     shape = AttentionShape("lra", batch, config.context_length, **sizes)
-    inputs = draw_inputs(shape, device)
     attend = partial(call_packed if name == UNPADDED else call_plain, build_attention(name, config))
-    check(bind(name, attend, shape, inputs), shape, truth_of(shape, inputs))
+    check_on(shape, device, name, attend)
 
 
 def call_plain(attend: Callable, q: Tensor, k: Tensor, v: Tensor, **_) -> Tensor:

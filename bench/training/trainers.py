@@ -18,8 +18,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 import train
-from bench.attention.accuracy import check, truth_of
-from bench.attention.contenders import bind, draw_inputs
+from bench.attention.accuracy import check_on
 from bench.attention.shapes import AttentionShape
 from bench.common.command_line import check_choice
 from bench.common.results import ROOT
@@ -232,9 +231,8 @@ def check_attention(attend: Attention, cell: TrainingCell, trainer: Trainer, dev
     config, length = cell.shape(), min(cell.context_length, CHECKED_LENGTH)
     heads = {"heads": config.n_head, "kv_heads": config.kv_heads, "head_dim": config.head_dim}
     shape = AttentionShape(cell.name, 1, length, **heads, packed=config.kv_heads == config.n_head)
-    inputs = draw_inputs(shape, device)
     attend = flash2 if trainer.attention == "flash2" else attend  # bind calls flash2_packed, as the model does
-    check(bind(trainer.attention, attend, shape, inputs), shape, truth_of(shape, inputs))
+    check_on(shape, device, trainer.attention, attend)
 
 
 class PeerJob(Job):

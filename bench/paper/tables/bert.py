@@ -7,8 +7,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from bench.attention.accuracy import check, truth_of
-from bench.attention.contenders import bind, draw_inputs
+from bench.attention.accuracy import check_on
 from bench.attention.shapes import AttentionShape
 from bench.common.formatting import cost_text, speed_text, table, value_text
 from bench.common.timing import Gpu, recorded
@@ -73,11 +72,10 @@ def check_documents(name: str, config: BertConfig, gpu: Gpu) -> None:
     """
     length, cut = config.context_length, config.context_length // 3
     shape = AttentionShape("bert", 1, length, config.n_head, config.head_dim, causal=False, packed=True)
-    inputs = draw_inputs(shape, gpu.device)
     bounds = torch.tensor([0, cut, length], dtype=torch.int32, device=gpu.device)
     is_second = torch.arange(length) >= cut
     attend = partial(build_attention(VARIANTS[name]()), cu_seqlens=bounds)
-    check(bind(name, attend, shape, inputs), shape, truth_of(shape, inputs, is_second[:, None] == is_second))
+    check_on(shape, gpu.device, name, attend, seen=is_second[:, None] == is_second)
 
 
 def compile_blocks(model: Bert, backend: str | Callable = "inductor") -> None:

@@ -7,17 +7,9 @@ import torch
 
 from bench.training.__main__ import TrainingSettings, chosen_trainers, run
 from bench.training.steps import search
-from bench.training.trainers import VOCABULARY, Trainer, TrainingCell, ours
+from bench.training.trainers import Trainer, TrainingCell, ours
 from errors import UserError
-from model.gpt2 import ModelConfig
 from tests.bench.stopwatch import Stopwatch
-
-
-@pytest.fixture
-def cell(monkeypatch):
-    shape = ModelConfig(n_layer=2, n_head=2, n_embd=32, context_length=16, vocab_size=VOCABULARY)
-    monkeypatch.setattr(TrainingCell, "shape", lambda self: shape)
-    return TrainingCell("gpt2", 16, (1, 2, 4))
 
 
 def test_own_function_is_measured_beside_the_others():

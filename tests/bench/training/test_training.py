@@ -21,17 +21,10 @@ from bench.training.trainers import Trainer, TrainingCell
 from data.loader import TrainLoader
 from errors import UserError
 from kernels.flash2 import flash2
-from model.gpt2 import GPT2, ModelConfig
+from model.gpt2 import GPT2
 from tests.bench.stopwatch import JobsTell, Stopwatch
 
 EAGER = {"ours": Trainer("ours", "flash2", False), "huggingface": Trainer("huggingface", "naive", False)}
-
-
-@pytest.fixture
-def cell(monkeypatch):
-    shape = ModelConfig(n_layer=2, n_head=2, n_embd=32, context_length=16, vocab_size=trainers.VOCABULARY)
-    monkeypatch.setattr(TrainingCell, "shape", lambda self: shape)
-    return TrainingCell("gpt2", 16, (1, 2, 4))
 
 
 @pytest.mark.parametrize("name", EAGER)
