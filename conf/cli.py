@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from conf import schema
@@ -149,10 +150,15 @@ def is_output_dir_given() -> bool:
     return key in values_in(HydraConfig.get().overrides.hydra)
 
 
+def given_overrides() -> list[Override]:
+    """Return the settings and the choices on the command line, except those of Hydra."""
+    return OverridesParser.create().parse_overrides(HydraConfig.get().overrides.task)
+
+
 def given_keys(group: str) -> set[str]:
     """Return the keys of a group that the command line sets: group.KEY=... or group={KEY:...}. A choice adds none."""
-    given, keys = OverridesParser.create().parse_overrides(HydraConfig.get().overrides.task), set()
-    for override in given:
+    keys = set()
+    for override in given_overrides():
         value = override.value()
         if override.key_or_group == group and isinstance(value, dict):  # model={n_layer:3}
             keys |= {str(key) for key in value}

@@ -6,11 +6,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from conf.cli import is_output_dir_given, output_dir, to_typed
+from conf.cli import given_overrides, is_output_dir_given, output_dir, to_typed
 from conf.schema import Config
 from data.config import DataConfig
 from errors import UserError
@@ -43,7 +42,7 @@ def _merged(composed: DictConfig, state: State) -> DictConfig:
     its defaults depend on the model, and the command line may not name the run's model.
     """
     source = state["path"]
-    overrides = OverridesParser.create().parse_overrides(HydraConfig.get().overrides.task)
+    overrides = given_overrides()
     choices = {*HydraConfig.get().runtime.choices, "experiment"}  # a list, experiment=[a,b], is not among Hydra's
     groups = [x for x in overrides if _group_of(x) in choices and x.value() is not None]
     keys = [key for x in groups for key in _keys_of_choice(_group_of(x), x.value())]
