@@ -142,10 +142,7 @@ def test_a_run_does_not_move_to_another_device_or_precision_by_itself(monkeypatc
     assert "device cuda -> cpu" in moved and "precision.name bf16 -> fp32" in moved
     of_older_version = load(path)["config"] | {"device": "auto", "precision": {"name": "auto"}}
     write_file(path, load(path) | {"config": of_older_version})
-    assert (
-        "device"
-        not in run("train.py", "checkpoint.resume=run/checkpoints/step-00000005.pt", "hydra.run.dir=other").ok().out
-    )
+    assert "device" not in run("train.py", f"checkpoint.resume={path}", "hydra.run.dir=other").ok().out
 
 
 def test_a_setting_that_the_checkpoint_does_not_know_had_its_default():

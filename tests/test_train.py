@@ -224,9 +224,8 @@ def test_weights_that_are_not_finite_are_not_saved_as_if_they_were(workplace, in
     outcome = train("run", *resume, f"checkpoint.interval={interval}", f"checkpoint.asynchronous={beside}")
     assert outcome.code == 2
     sentence = r"the weights are not finite after step [56] and are not saved; lower optimizer\.lr, and continue with"
-    assert re.search(
-        rf"{sentence} checkpoint\.resume=run/checkpoints/step-00000004\.pt hydra\.run\.dir=run", outcome.err
-    )
+    advice = r"checkpoint\.resume=run/checkpoints/step-00000004\.pt hydra\.run\.dir=run"
+    assert re.search(f"{sentence} {advice}", outcome.err)
     assert sorted(path.name for path in Path("run/checkpoints").glob("step-*")) == [
         "step-00000002.pt",
         "step-00000004.pt",
