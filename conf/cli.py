@@ -151,7 +151,7 @@ def is_output_dir_given() -> bool:
 
 
 def given_overrides() -> list[Override]:
-    """Return the settings and the choices on the command line, except those of Hydra."""
+    """Return the settings and the choices on the command line, without the settings of Hydra itself."""
     return OverridesParser.create().parse_overrides(HydraConfig.get().overrides.task)
 
 

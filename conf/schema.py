@@ -115,8 +115,8 @@ class ReplayConfig(ComputeConfig):
     record: str = MISSING
     """A file of a run's replay folder."""
     checkpoint: str | None = None
-    """A checkpoint file or a run's folder; null is the newest checkpoint of the run from before the recorded step. If
-    there is none, it is the oldest one."""
+    """A checkpoint file or a run's folder. null is the run's newest checkpoint from before the recorded step, or the
+    oldest checkpoint if all are later."""
     function: str | None = None
     """For runs with attention=custom: the run's attention.function. A record must not name code to import."""
 

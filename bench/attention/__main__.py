@@ -62,7 +62,7 @@ class AttentionSettings:
     causal: bool = False
     """Mask your shape causally."""
     rounds: int = 20
-    """Samples of each variant and pass, at least. More balance the orders in which the variants take their samples."""
+    """Smallest number of samples of each variant and pass. It is rounded up, so that the orders are balanced."""
     out: Path | None = None
     """Results file. By default only a run of all shapes and variants writes bench/results/<this GPU>/attention.json."""
     explain: bool = False

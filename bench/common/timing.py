@@ -1,7 +1,7 @@
 """Time and memory of calls on a GPU.
 
-- A sample is about 5 ms of calls (20 at most, and no more than the host can queue during a spin) between two CUDA
-  events.
+- A sample is about 5 ms of calls between two CUDA events. It has at most 20 calls, and the host can queue them during
+  a spin.
 - The GPU spins before the first event while the host queues the calls. This hides launch cost, as in a training step
   whose host runs ahead of the GPU. The spin lasts 1.2 times the host's time during warm-up.
 - If the spin ends before the last call is queued, the sample is taken again with a longer spin. No spin exceeds 50 ms.

@@ -50,7 +50,7 @@ class Scores(NamedTuple):
 
     test: Score
     train: Score
-    """On the first training examples, as many as there are test examples."""
+    """On the first training examples. Both scores have the same number of examples."""
 
 
 @dataclass
